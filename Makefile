@@ -1,0 +1,22 @@
+# Every target sets up what it needs in .venv, on a fresh machine too.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup test lint clean
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist src/*.egg-info

@@ -1,0 +1,329 @@
+"""The dual memory bank: two rings of past vectors, first in, first out, with all that a run needs to go on in `state_dict`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contaccum.infonce import Blocks, Columns, Past, Rows, score_block
+from contaccum.table import LazyBuffers, LogSumTable
+
+_CHUNK_SCORES = 4_194_304  # scores held at a time when a group is scored anew
+
+
+@dataclass(frozen=True)
+class _Arrivals:
+    """A micro-batch that waits for the verdict whether it is finite."""
+
+    rows: Rows
+    columns: Columns
+    positive_scores: Tensor  # (n,)
+    old_rows_log_sums: Tensor | None  # (r, n) each bank row over each new tuple
+    new_rows_log_sums: Tensor | None  # (n, m + n) each new row over each banked, then each new tuple
+    finite: _Finite
+
+
+class DualBank(LazyBuffers):
+    """Holds the last `size` tuples' passages and the last `query_size` tuples' queries, detached.
+
+    Tuple number t (counted from 0 since the last `clear`) lives in slot `t % size` of the passage ring and `t % query_size` of the
+    query ring, so `count` is the only pointer. Buffers are allocated by the first `prepare`, with its device and width.
+
+    A pushed micro-batch with NaN or infinite vectors does not enter. The verdict crosses from the device asynchronously and is read
+    at the next use of the bank, one micro-step later, when it has long arrived; the device never drains its queue for it.
+    """
+
+    _queries: Tensor  # (query_size, d)
+    _row_ids: Tensor  # (query_size,)
+    _row_query_keys: Tensor | None  # (query_size,)
+    _positive_keys: Tensor | None  # (query_size,)
+    _positive_scores: Tensor  # (query_size,)
+    _passages: Tensor  # (size, c, d)
+    _column_ids: Tensor  # (size,)
+    _column_query_keys: Tensor | None  # (size,)
+    _passage_keys: Tensor | None  # (size, c)
+    _ages: Tensor  # (size,) in peak-lr updates
+
+    _names = (
+        *("_queries", "_row_ids", "_row_query_keys", "_positive_keys", "_positive_scores"),
+        *("_passages", "_column_ids", "_column_query_keys", "_passage_keys", "_ages"),
+    )
+
+    def __init__(self, size: int, query_size: int | None = None, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        query_size = size if query_size is None else query_size
+        if size < 0:
+            raise ValueError(f"bank_size={size} is negative; use 0 for no bank")
+        if not 0 <= query_size <= size:
+            raise ValueError(
+                f"query_bank_size={query_size} must lie between 0 and bank_size={size}: an older query would have lost its positive"
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"bank_dtype={dtype} cannot hold vectors; use torch.float32 or torch.bfloat16")
+        self.size, self.query_size, self.scale, self.dtype = size, query_size, scale, dtype
+        self.table = LogSumTable(query_size, size)
+        self.use_queries = True  # False: the query bank is switched off for good, passages go on
+        self._count = 0
+        self._arrivals: _Arrivals | None = None
+        for name in self._names:
+            self.register_buffer(name, None)
+
+    # Reading ---------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Tuples whose passages are held."""
+        return min(self.count, self.size)
+
+    @property
+    def count(self) -> int:
+        """Tuples that have entered since the last `clear`."""
+        self._settle()
+        return self._count
+
+    @property
+    def queries(self) -> Tensor:
+        """(r, d), oldest first: those of the newest r tuples."""
+        queries = self._oldest_first("_queries", self.query_size)
+        return queries if self.use_queries else queries[:0]
+
+    @property
+    def passages(self) -> Tensor:
+        """(m, c, d), oldest first; `passages[:, 0]` are the positives."""
+        return self._oldest_first("_passages", self.size)
+
+    @property
+    def ages(self) -> Tensor:
+        """(m,), oldest first: sum of lr / peak lr over the updates since the tuple entered."""
+        return self._oldest_first("_ages", self.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, log-sum table included."""
+        return sum(b.nbytes for b in self.buffers())
+
+    def past(self) -> Past | None:
+        """The bank as the next micro-step sees it, or None while it is empty. Views, not copies: use before the next `push`."""
+        m, r = len(self), self._filled_rows()
+        if m == 0:
+            return None
+        return Past(self._rows(0, r), self._columns(0, m), self.table.log_sums(r), self._positive_scores[:r])
+
+    def _filled_rows(self) -> int:
+        return min(self._count, self.query_size) if self.use_queries else 0
+
+    def _rows(self, start: int, stop: int) -> Rows:
+        part = slice(start, stop)
+        return Rows(self._queries[part], self._row_ids[part], _part(self._row_query_keys, part), _part(self._positive_keys, part))
+
+    def _columns(self, start: int, stop: int) -> Columns:
+        part = slice(start, stop)
+        query_keys, passage_keys = _part(self._column_query_keys, part), _part(self._passage_keys, part)
+        return Columns(self._passages[part], self._column_ids[part], query_keys, passage_keys)
+
+    def _oldest_first(self, name: str, capacity: int) -> Tensor:
+        filled = min(self.count, capacity)
+        buffer: Tensor | None = getattr(self, name)
+        if buffer is None:
+            return torch.empty(0)
+        return buffer.roll(-(self._count % capacity), 0) if 0 < filled == capacity else buffer[:filled].clone()
+
+    # Writing ---------------------------------------------------------------------------------------------------------
+
+    def prepare(self, rows: Rows, columns: Columns) -> None:
+        """Be allocated, and on the device of this micro-batch; ValueError if its shape is not the bank's."""
+        self._settle()
+        if self._passages is None:
+            self._allocate(rows, columns)
+        self._check(rows, columns)
+        if self._passages.device != columns.passages.device:  # as after loading a state
+            self.to(columns.passages.device)
+
+    def push(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks) -> None:
+        """Let a prepared micro-batch enter and the oldest leave. `past` and `blocks` are what its loss was computed from."""
+        finite = _Finite(rows.queries, columns.passages)
+        with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
+            rows, columns, blocks = self._as_stored(rows, columns, past, blocks)
+            positives = blocks.current_current[:, :, 0].diagonal().clone()
+            with_rows = self.use_queries and self.query_size > 0
+            by_old, by_new = self._log_sums(columns, blocks) if with_rows else (None, None)
+            self._arrivals = _Arrivals(rows, columns, positives, by_old, by_new, finite)
+
+    def advance(self, age: float) -> None:
+        """All tuples held grow older by `age`."""
+        if len(self):
+            self._ages += age
+
+    def clear(self) -> None:
+        """Forget all tuples; buffers stay allocated."""
+        self._arrivals, self._count = None, 0
+        self.table.clear()
+
+    def release(self) -> None:
+        """Forget all tuples and their shape: the next `prepare` allocates anew."""
+        self.clear()
+        self.use_queries = True
+        for name in self._names:
+            setattr(self, name, None)
+        self.table.release()
+
+    def _as_stored(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks) -> tuple[Rows, Columns, Blocks]:
+        """The micro-batch as it will be read back: in the bank's precision, scored anew where that differs."""
+        dtype = self._passages.dtype
+        stored_rows = Rows(rows.queries.detach().to(dtype), rows.ids, rows.query_keys, rows.positive_keys)
+        stored = Columns(columns.passages.detach().to(dtype), columns.ids, columns.query_keys, columns.passage_keys)
+        if dtype == columns.passages.dtype:
+            return stored_rows, stored, blocks
+        old_rows = past.rows if past is not None and len(past.rows) else None
+        return (
+            stored_rows,
+            stored,
+            Blocks(
+                current_current=score_block(stored_rows, stored, self.scale),
+                current_bank=None if past is None else score_block(stored_rows, past.columns, self.scale),
+                bank_current=None if old_rows is None else score_block(old_rows, stored, self.scale),
+            ),
+        )
+
+    @staticmethod
+    def _log_sums(columns: Columns, blocks: Blocks) -> tuple[Tensor | None, Tensor]:
+        """What the log-sum table needs to know of the new tuples, over the passages that are banked."""
+        banked = columns.passages.shape[1]
+        over_new = blocks.current_current[..., :banked].logsumexp(2)  # (n, n)
+        over_old = over_new[:, :0] if blocks.current_bank is None else blocks.current_bank.logsumexp(2)  # (n, m)
+        by_old = None if blocks.bank_current is None else blocks.bank_current[..., :banked].logsumexp(2)  # (r, n)
+        return by_old, torch.cat([over_old, over_new], dim=1)
+
+    def _settle(self) -> None:
+        """Let the waiting micro-batch enter, if it is finite."""
+        arrivals, self._arrivals = self._arrivals, None
+        if arrivals is not None and arrivals.finite.verdict():
+            with torch.no_grad():
+                self._enter(arrivals)
+
+    def _enter(self, new: _Arrivals) -> None:
+        n, m = len(new.columns), min(self._count, self.size)
+        kept = min(n, self.size)
+        start, self._count = (self._count + n - kept) % self.size, self._count + n
+        slots = new.columns.ids[-kept:] % self.size
+        _write(self._passages, slots, new.columns.passages)
+        _write(self._column_ids, slots, new.columns.ids)
+        _write(self._column_query_keys, slots, new.columns.query_keys)
+        _write(self._passage_keys, slots, new.columns.passage_keys)
+        self._ages[slots] = 0.0
+        if new.new_rows_log_sums is None:
+            return
+        if new.old_rows_log_sums is not None:
+            rows = len(new.old_rows_log_sums)
+            values = new.old_rows_log_sums[:, -kept:]
+            self.table.write_columns(start, values, len(self), lambda a, b: self._rescore(rows, self._columns(a, b)))
+        self._enter_rows(new, new.new_rows_log_sums, slots, m)
+
+    def _enter_rows(self, new: _Arrivals, log_sums: Tensor, column_slots: Tensor, m: int) -> None:
+        row_slots = new.rows.ids[-min(len(new.rows), self.query_size) :] % self.query_size
+        _write(self._queries, row_slots, new.rows.queries)
+        _write(self._row_ids, row_slots, new.rows.ids)
+        _write(self._row_query_keys, row_slots, new.rows.query_keys)
+        _write(self._positive_keys, row_slots, new.rows.positive_keys)
+        _write(self._positive_scores, row_slots, new.positive_scores)
+        over_slots = log_sums.new_full((len(row_slots), self.size), -torch.inf)
+        over_slots[:, :m] = log_sums[-len(row_slots) :, :m]
+        over_slots[:, column_slots] = log_sums[-len(row_slots) :, -len(column_slots) :]
+        self.table.write_rows(row_slots, over_slots)
+
+    def _rescore(self, rows: int, columns: Columns) -> Tensor:
+        """(rows, m) log-sums of the first rows over each tuple, a bounded number of scores at a time."""
+        step = max(1, _CHUNK_SCORES // columns.passages[..., 0].numel())
+        parts = [self._rows(i, min(i + step, rows)) for i in range(0, rows, step)]
+        with torch.autocast(columns.passages.device.type, enabled=False):
+            return torch.cat([score_block(part, columns, self.scale).logsumexp(2) for part in parts])
+
+    # Allocation and state --------------------------------------------------------------------------------------------
+
+    def _allocate(self, rows: Rows, columns: Columns) -> None:
+        device = columns.passages.device
+        computing = columns.passages.dtype
+        dtype = self.dtype or computing
+        _, c, d = columns.passages.shape
+
+        def ring(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, device=device, dtype=dtype)
+
+        self._queries, self._passages = ring(self.query_size, d, dtype=dtype), ring(self.size, c, d, dtype=dtype)
+        self._row_ids, self._column_ids = ring(self.query_size), ring(self.size)
+        self._positive_scores, self._ages = ring(self.query_size, dtype=computing), ring(self.size, dtype=torch.float32)
+        if rows.query_keys is not None:
+            self._row_query_keys, self._column_query_keys = ring(self.query_size), ring(self.size)
+        if rows.positive_keys is not None:
+            self._positive_keys, self._passage_keys = ring(self.query_size), ring(self.size, c)
+        self.table.allocate(device, computing)
+
+    def _check(self, rows: Rows, columns: Columns) -> None:
+        """A ring holds tuples of one shape."""
+        _, c, d = columns.passages.shape
+        _, held_c, held_d = self._passages.shape
+        if d != held_d:
+            raise ValueError(f"vectors of width {d} do not fit the bank, which holds width {held_d}; call reset() to start a new bank")
+        if c != held_c:
+            raise ValueError(
+                f"{c - 1} hard negatives per query do not fit the bank, which holds {held_c - 1}; give as many in every micro-batch, "
+                "or set cache_hard_negatives=False"
+            )
+        for name, given, held in (
+            ("query_keys", rows.query_keys, self._column_query_keys),
+            ("passage_keys", rows.positive_keys, self._passage_keys),
+        ):
+            if (given is None) != (held is None):
+                raise ValueError(
+                    f"{name} were {'not given' if given is None else 'given'} now but {'given' if given is None else 'not given'} for the "
+                    "tuples in the bank; give them in every micro-batch or in none"
+                )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        self._settle()
+        return super().state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count, "size": self.size, "query_size": self.query_size, "use_queries": self.use_queries}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        saved = state["size"], state["query_size"]
+        if saved != (self.size, self.query_size):
+            raise ValueError(
+                f"the saved bank holds {saved[0]} tuples and {saved[1]} queries, this one {self.size} and {self.query_size}; "
+                "use the sizes it was saved with"
+            )
+        self._arrivals, self._count, self.use_queries = None, state["count"], state["use_queries"]
+
+
+class _Finite:
+    """Whether all vectors are finite, asked now and answered later without draining the device's queue."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        largest = torch.stack([torch.linalg.vector_norm(t.detach(), torch.inf) for t in tensors])
+        self._event: torch.cuda.Event | None = None
+        if largest.is_cuda:
+            self._largest = torch.empty(largest.shape, dtype=largest.dtype, pin_memory=True)
+            self._largest.copy_(largest, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._largest = largest
+
+    def verdict(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return all(math.isfinite(x) for x in self._largest.tolist())
+
+
+def _part(keys: Tensor | None, part: slice) -> Tensor | None:
+    return None if keys is None else keys[part]
+
+
+def _write(ring: Tensor | None, slots: Tensor, values: Tensor | None) -> None:
+    """The newest of `values` into `slots`."""
+    if ring is not None and values is not None and len(slots):
+        ring[slots] = values[-len(slots) :].to(ring.dtype)

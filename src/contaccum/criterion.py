@@ -1,0 +1,188 @@
+"""`DualBankInfoNCE`: the dual-bank loss as a module for any PyTorch training loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contaccum.bank import DualBank
+from contaccum.infonce import REDUCTIONS, Columns, Rows, dual_bank_infonce, with_gradients
+
+SIMILARITIES = ("dot", "cosine")
+
+
+class DualBankInfoNCE(nn.Module):
+    """InfoNCE over the current micro-batch and a bank of past queries and passages.
+
+    Equals `contaccum.infonce.naive_dual_bank_infonce`, loss and gradients, at a cost linear in the bank. In training each call reads
+    the bank and then lets the micro-batch enter; in evaluation mode or under `torch.no_grad()` the loss is the in-batch one
+    and the bank is neither read nor written.
+
+    Args:
+        bank_size: tuples (query, positive, hard negatives) whose passages are kept. 0: plain in-batch InfoNCE.
+        scale: factor on the similarity, the inverse temperature.
+        similarity: "dot" or "cosine". With cosine the bank holds unit vectors.
+        query_bank_size: tuples whose queries are kept, at most `bank_size`; None: as many. 0: pre-batch negatives.
+        past_encoder: False empties the bank at every `after_update`, so that it holds vectors of the present weights only.
+        cache_hard_negatives: False banks positives only.
+        mask_duplicates: use the keys, where given, to take a passage equal to a query's positive, and the positive of an
+            identical query, out of that query's negatives.
+        reduction: "paper" averages over all rows, banked ones included; "local" divides the same sum by the micro-batch size.
+        drift_correction: None. Reserved for the correction of stale entries.
+        start_update: updates before which there is no bank.
+        query_bank_stop_update: update from which on the query bank is off; None: never.
+        bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
+    """
+
+    def __init__(
+        self,
+        bank_size: int = 1024,
+        scale: float = 1.0,
+        similarity: str = "dot",
+        query_bank_size: int | None = None,
+        past_encoder: bool = True,
+        cache_hard_negatives: bool = True,
+        mask_duplicates: bool = True,
+        reduction: str = "paper",
+        drift_correction: str | None = None,
+        start_update: int = 0,
+        query_bank_stop_update: int | None = None,
+        bank_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _one_of("similarity", similarity, SIMILARITIES)
+        _one_of("reduction", reduction, REDUCTIONS)
+        if isinstance(scale, Tensor):
+            raise ValueError("scale must be a number: scores between bank entries are kept, so a learnable scale cannot reach them")
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"scale={scale} must be a positive number; use 1.0 for dot and 20.0 for cosine")
+        if drift_correction is not None:
+            raise ValueError(f"drift_correction={drift_correction!r} is unknown; use None")
+        self.scale = float(scale)
+        self.similarity = similarity
+        self.past_encoder = past_encoder
+        self.cache_hard_negatives = cache_hard_negatives
+        self.mask_duplicates = mask_duplicates
+        self.reduction = reduction
+        self.start_update = _update("start_update", start_update)
+        self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
+        self.bank = DualBank(bank_size, query_bank_size, scale=self.scale, dtype=bank_dtype)
+        self.updates = 0
+
+    def forward(
+        self,
+        queries: Tensor,
+        positives: Tensor,
+        negatives: Tensor | None = None,
+        query_keys: Tensor | None = None,
+        passage_keys: Tensor | None = None,
+    ) -> Tensor:
+        """Loss of a micro-batch: (n, d), (n, d), (n, h, d); keys int64 (n,), (n, 1 + h). Vectors of half precision give a float32 loss."""
+        check_micro_batch(queries, positives, negatives, query_keys, passage_keys)
+        queries, passages = self._vectors(queries, positives, negatives)
+        if not self._uses_bank():
+            rows, columns = self._tuples(queries, passages, query_keys, passage_keys, first=0)
+            loss, gradients, _ = dual_bank_infonce(rows, columns, None, self.scale, self.reduction)
+            return with_gradients(loss, gradients, queries, passages)
+        self.bank.use_queries = self.query_bank_stop_update is None or self.updates < self.query_bank_stop_update
+        rows, columns = self._tuples(queries, passages, query_keys, passage_keys, first=self.bank.count)
+        banked = columns if self.cache_hard_negatives else columns.positives_only()
+        self.bank.prepare(rows, banked)
+        past = self.bank.past()
+        loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.reduction)
+        self.bank.push(rows, banked, past, blocks)
+        return with_gradients(loss, gradients, queries, passages)
+
+    def _uses_bank(self) -> bool:
+        return self.bank.size > 0 and self.training and torch.is_grad_enabled() and self.updates >= self.start_update
+
+    def after_update(self, lr_fraction: float = 1.0) -> None:
+        """Call once after every optimizer update; `lr_fraction` is its learning rate over the peak one."""
+        if not (math.isfinite(lr_fraction) and lr_fraction >= 0):
+            raise ValueError(f"lr_fraction={lr_fraction} must be a number of at least 0: the learning rate over its peak")
+        self.updates += 1
+        if self.past_encoder:
+            self.bank.advance(lr_fraction)
+        else:
+            self.bank.clear()
+
+    def reset(self) -> None:
+        """As new: no updates counted, no bank allocated."""
+        self.updates = 0
+        self.bank.release()
+
+    def _vectors(self, queries: Tensor, positives: Tensor, negatives: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(n, d) and (n, 1 + h, d) in computing precision, normalised for cosine; part of the autograd graph."""
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        with torch.autocast(queries.device.type, enabled=False):
+            passages = positives[:, None] if negatives is None else torch.cat([positives[:, None], negatives], dim=1)
+            queries, passages = queries.to(dtype), passages.to(dtype)
+            if self.similarity == "cosine":
+                queries, passages = nn.functional.normalize(queries, dim=-1), nn.functional.normalize(passages, dim=-1)
+        return queries, passages
+
+    def _tuples(
+        self, queries: Tensor, passages: Tensor, query_keys: Tensor | None, passage_keys: Tensor | None, first: int
+    ) -> tuple[Rows, Columns]:
+        queries, passages = queries.detach(), passages.detach()
+        ids = torch.arange(first, first + len(queries), device=queries.device)
+        if not self.mask_duplicates:
+            query_keys = passage_keys = None
+        positive_keys = None if passage_keys is None else passage_keys[:, 0]
+        return Rows(queries, ids, query_keys, positive_keys), Columns(passages, ids, query_keys, passage_keys)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.updates = state["updates"]
+
+    def extra_repr(self) -> str:
+        return (
+            f"bank_size={self.bank.size}, query_bank_size={self.bank.query_size}, scale={self.scale}, similarity={self.similarity!r}, "
+            f"reduction={self.reduction!r}, past_encoder={self.past_encoder}"
+        )
+
+
+def check_micro_batch(
+    queries: Tensor, positives: Tensor, negatives: Tensor | None, query_keys: Tensor | None, passage_keys: Tensor | None
+) -> None:
+    """ValueError that names the first shape, type or device that does not fit."""
+    if queries.dim() != 2 or len(queries) == 0 or not queries.is_floating_point():
+        raise ValueError(f"queries must be floating-point vectors (n, d) with n > 0, not {_describe(queries)}")
+    n, d = queries.shape
+    if positives.shape != queries.shape:
+        raise ValueError(f"positives must be (n, d) = ({n}, {d}) as the queries are, not {_describe(positives)}")
+    if negatives is not None and (negatives.dim() != 3 or negatives.shape[0] != n or negatives.shape[2] != d):
+        raise ValueError(
+            f"negatives must be (n, h, d) = ({n}, h, {d}), not {_describe(negatives)}; stack the hard negatives of a query in dim 1"
+        )
+    h = 0 if negatives is None else negatives.shape[1]
+    _check_keys("query_keys", query_keys, (n,))
+    _check_keys("passage_keys", passage_keys, (n, 1 + h))
+    for name, tensor in (("positives", positives), ("negatives", negatives), ("query_keys", query_keys), ("passage_keys", passage_keys)):
+        if tensor is not None and tensor.device != queries.device:
+            raise ValueError(f"{name} lie on {tensor.device} but queries on {queries.device}; move them to one device")
+
+
+def _check_keys(name: str, keys: Tensor | None, shape: tuple[int, ...]) -> None:
+    if keys is not None and (tuple(keys.shape) != shape or keys.dtype != torch.int64):
+        raise ValueError(f"{name} must be int64 of shape {shape}: one key per text, not {_describe(keys)}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
+
+
+def _update(name: str, value: int) -> int:
+    if value < 0:
+        raise ValueError(f"{name}={value} is negative; updates are counted from 0")
+    return value

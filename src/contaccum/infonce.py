@@ -1,0 +1,226 @@
+"""Dual-bank InfoNCE as pure functions: the definition, and an incremental version that equals it.
+
+A *tuple* is one query, its positive and its ``h`` hard negatives. The score matrix of one micro-step has
+
+1. rows: the ``n`` current queries, then the ``r`` queries of the bank;
+2. columns: the passages of the current tuples, then those of the ``m`` banked tuples;
+3. entries ``scale * <query, passage>``, ``-inf`` where a duplicate is masked (`duplicate_mask`);
+4. a target per row: the positive of the row's own tuple;
+5. loss: the sum over rows of ``logsumexp(row) - target``, divided by ``n + r`` ("paper") or by ``n`` ("local").
+
+`naive_dual_bank_infonce` writes exactly this down and leaves the gradients to autograd. `dual_bank_infonce` computes only the
+blocks that touch a current vector, O(n m d) instead of O(m^2 d): the block of bank rows and bank columns is constant, so it
+enters as one number per row (`Past.log_sums`). Gradients are computed in closed form in the forward pass, hence nothing of the
+bank is saved for backward and its buffers may be overwritten at once. Vectors are taken as they are: for cosine, normalise them first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+REDUCTIONS = ("paper", "local")
+_CHUNK_ROWS = 8192  # bank rows cast to the computing precision at a time, where the bank is stored in another
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries that ask, each belonging to a tuple."""
+
+    queries: Tensor  # (r, d)
+    ids: Tensor  # (r,) number of the tuple
+    query_keys: Tensor | None = None  # (r,)
+    positive_keys: Tensor | None = None  # (r,)
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Passages that answer, grouped by tuple; `passages[:, 0]` are the positives."""
+
+    passages: Tensor  # (m, c, d)
+    ids: Tensor  # (m,) number of the tuple
+    query_keys: Tensor | None = None  # (m,)
+    passage_keys: Tensor | None = None  # (m, c)
+
+    def __len__(self) -> int:
+        return len(self.passages)
+
+    def positives_only(self) -> Columns:
+        keys = None if self.passage_keys is None else self.passage_keys[:, :1]
+        return Columns(self.passages[:, :1], self.ids, self.query_keys, keys)
+
+
+@dataclass(frozen=True)
+class Past:
+    """The bank as one micro-step sees it."""
+
+    rows: Rows
+    columns: Columns
+    log_sums: Tensor  # (r,) logsumexp of each bank row over all bank columns
+    positive_scores: Tensor  # (r,) score of each bank row's positive
+
+
+@dataclass(frozen=True)
+class Gradients:
+    queries: Tensor  # (n, d)
+    passages: Tensor  # (n, c, d)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The score blocks of one micro-step that touch a current vector: (rows, tuples, passages per tuple)."""
+
+    current_current: Tensor  # (n, n, c)
+    current_bank: Tensor | None  # (n, m, c')
+    bank_current: Tensor | None  # (r, n, c)
+
+
+def duplicate_mask(rows: Rows, columns: Columns) -> Tensor | None:
+    """True where a column must not count as a negative of a row: (r, m, c), or None where no keys are known.
+
+    That is a passage equal to the row's positive, or the positive of an identical query; never the row's own positive.
+    """
+    mask = None
+    if rows.positive_keys is not None and columns.passage_keys is not None:
+        mask = rows.positive_keys[:, None, None] == columns.passage_keys
+    if rows.query_keys is not None and columns.query_keys is not None:
+        if mask is None:
+            mask = torch.zeros((len(rows), *columns.passages.shape[:2]), dtype=torch.bool, device=columns.passages.device)
+        mask[:, :, 0] |= rows.query_keys[:, None] == columns.query_keys
+    if mask is not None:
+        mask[:, :, 0] &= rows.ids[:, None] != columns.ids
+    return mask
+
+
+def score_block(rows: Rows, columns: Columns, scale: float) -> Tensor:
+    """Masked scores of every row with every passage: (r, m, c)."""
+    scores = _products(rows.queries, columns.passages.flatten(0, 1)).mul_(scale).view(len(rows), *columns.passages.shape[:2])
+    mask = duplicate_mask(rows, columns)
+    return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
+
+
+def naive_dual_bank_infonce(
+    rows: Rows, columns: Columns, past_rows: Rows, past_columns: Columns, scale: float = 1.0, reduction: str = "paper"
+) -> Tensor:
+    """The definition: the full (n + r) x (all passages) matrix, one softmax, gradients by autograd."""
+    scores, targets = [], []
+    for block_rows in (rows, past_rows):
+        blocks = []
+        for block_columns in (columns, past_columns):
+            products = torch.einsum("rd,mcd->rmc", block_rows.queries, block_columns.passages) * scale
+            mask = duplicate_mask(block_rows, block_columns)
+            blocks.append((products if mask is None else products.masked_fill(mask, -torch.inf)).flatten(1))
+        scores.append(torch.cat(blocks, dim=1))
+    c, c_past = columns.passages.shape[1], past_columns.passages.shape[1]
+    targets = [torch.arange(len(rows), device=rows.ids.device) * c]
+    own_tuple = (past_rows.ids[:, None] == past_columns.ids).int().argmax(dim=1) if len(past_rows) else past_rows.ids
+    targets.append(len(columns) * c + own_tuple * c_past)
+    loss_sum = torch.nn.functional.cross_entropy(torch.cat(scores), torch.cat(targets), reduction="sum")
+    return loss_sum / _denominator(len(rows), len(past_rows), reduction)
+
+
+def dual_bank_infonce(
+    rows: Rows, columns: Columns, past: Past | None, scale: float = 1.0, reduction: str = "paper"
+) -> tuple[Tensor, Gradients, Blocks]:
+    """Loss and gradients of `naive_dual_bank_infonce`, without the bank-to-bank block.
+
+    Returns detached tensors; `with_gradients` attaches them to the autograd graph.
+    """
+    with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
+        blocks = _score_blocks(rows, columns, past, scale)
+        n, r = len(rows), 0 if past is None else len(past.rows)
+        weight = 1.0 / _denominator(n, r, reduction)
+
+        # Current rows: softmax over current and banked columns.
+        log_sums = blocks.current_current.flatten(1).logsumexp(1)  # (n,)
+        if blocks.current_bank is not None:
+            log_sums = torch.logaddexp(log_sums, blocks.current_bank.flatten(1).logsumexp(1))
+        softmax = (blocks.current_current - log_sums[:, None, None]).exp_()  # (n, n, c)
+        loss_sum = (log_sums - blocks.current_current[:, :, 0].diagonal()).sum()
+        flat_passages = columns.passages.flatten(0, 1)  # (n * c, d)
+        grad_queries = softmax.flatten(1) @ flat_passages - columns.passages[:, 0]
+        grad_passages = (softmax.flatten(1).T @ rows.queries).view_as(columns.passages)
+        grad_passages[:, 0] -= rows.queries
+        if past is not None and blocks.current_bank is not None:
+            bank_softmax = (blocks.current_bank - log_sums[:, None, None]).exp_()  # (n, m, c')
+            grad_queries += _weighted_sums(bank_softmax.flatten(1), past.columns.passages.flatten(0, 1))
+
+        # Bank rows: constant but for the current columns. This is what keeps the two towers balanced.
+        if past is not None and blocks.bank_current is not None:
+            log_sums = torch.logaddexp(past.log_sums, blocks.bank_current.flatten(1).logsumexp(1))  # (r,)
+            loss_sum = loss_sum + (log_sums - past.positive_scores).sum()
+            softmax = (blocks.bank_current - log_sums[:, None, None]).exp_()  # (r, n, c)
+            grad_passages += _weighted_sums(softmax.flatten(1).T, past.rows.queries).view_as(columns.passages)
+
+        gradients = Gradients(grad_queries.mul_(scale * weight), grad_passages.mul_(scale * weight))
+        return loss_sum * weight, gradients, blocks
+
+
+def with_gradients(loss: Tensor, gradients: Gradients, queries: Tensor, passages: Tensor) -> Tensor:
+    """`loss` as a function of `queries` and `passages` whose gradients are the given ones."""
+    result: Tensor = _KnownGradients.apply(loss, gradients.queries, gradients.passages, queries, passages)
+    return result
+
+
+class _KnownGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, grad_queries: Tensor, grad_passages: Tensor, queries: Tensor, passages: Tensor) -> Tensor:
+        ctx.save_for_backward(grad_queries, grad_passages)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        grad_queries, grad_passages = ctx.saved_tensors
+        return None, None, None, grad_output * grad_queries, grad_output * grad_passages
+
+
+def _score_blocks(rows: Rows, columns: Columns, past: Past | None, scale: float) -> Blocks:
+    return Blocks(
+        current_current=score_block(rows, columns, scale),
+        current_bank=score_block(rows, past.columns, scale) if past is not None and len(past.columns) else None,
+        bank_current=score_block(past.rows, columns, scale) if past is not None and len(past.rows) else None,
+    )
+
+
+def _denominator(n: int, r: int, reduction: str) -> int:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
+    return n + r if reduction == "paper" else n
+
+
+def _products(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right.T in at least single precision: (a, d), (b, d) -> (a, b)."""
+    dtype = _computing_dtype(left, right)
+    if left.dtype == right.dtype == dtype:
+        return left @ right.T
+    return torch.cat([torch.cat([_cast_product(a, b, dtype) for b in right.split(_CHUNK_ROWS)], 1) for a in left.split(_CHUNK_ROWS)])
+
+
+def _cast_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.to(dtype) @ right.to(dtype).T
+
+
+def _weighted_sums(weights: Tensor, vectors: Tensor) -> Tensor:
+    """weights @ vectors in at least single precision: (a, b), (b, d) -> (a, d)."""
+    dtype = _computing_dtype(weights, vectors)
+    if weights.dtype == vectors.dtype == dtype:
+        return weights @ vectors
+    total = weights.new_zeros((len(weights), vectors.shape[1]), dtype=dtype)
+    for w, v in zip(weights.split(_CHUNK_ROWS, dim=1), vectors.split(_CHUNK_ROWS), strict=True):
+        total.addmm_(w.to(dtype), v.to(dtype))
+    return total
+
+
+def _computing_dtype(*tensors: Tensor) -> torch.dtype:
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype

@@ -1,0 +1,104 @@
+"""Dual-bank InfoNCE written once more, as plainly as possible: Python lists, one row and one column at a time, gradients by autograd.
+
+Shares no code with the package. Slow; for small cases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Tuple:
+    query: Tensor
+    passages: list[Tensor]  # positive first
+    query_key: int | None
+    passage_keys: list[int] | None
+    age: float = 0.0
+
+
+class ReferenceInfoNCE:
+    """What `DualBankInfoNCE` must equal."""
+
+    def __init__(
+        self,
+        bank_size: int,
+        scale: float = 1.0,
+        similarity: str = "dot",
+        query_bank_size: int | None = None,
+        past_encoder: bool = True,
+        cache_hard_negatives: bool = True,
+        mask_duplicates: bool = True,
+        reduction: str = "paper",
+        start_update: int = 0,
+        query_bank_stop_update: int | None = None,
+        bank_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.bank_size = bank_size
+        self.query_bank_size = bank_size if query_bank_size is None else query_bank_size
+        self.scale, self.similarity, self.reduction = scale, similarity, reduction
+        self.past_encoder, self.cache_hard_negatives, self.mask_duplicates = past_encoder, cache_hard_negatives, mask_duplicates
+        self.start_update, self.query_bank_stop_update = start_update, query_bank_stop_update
+        self.bank_dtype = bank_dtype
+        self.bank: list[Tuple] = []  # oldest first
+        self.updates = 0
+
+    def __call__(
+        self,
+        queries: Tensor,
+        positives: Tensor,
+        negatives: Tensor | None = None,
+        query_keys: Tensor | None = None,
+        passage_keys: Tensor | None = None,
+    ) -> Tensor:
+        if self.similarity == "cosine":
+            queries, positives = queries / queries.norm(dim=-1, keepdim=True), positives / positives.norm(dim=-1, keepdim=True)
+            negatives = None if negatives is None else negatives / negatives.norm(dim=-1, keepdim=True)
+        current = []
+        for i in range(len(queries)):
+            passages = [positives[i], *([] if negatives is None else list(negatives[i]))]
+            query_key = None if query_keys is None or not self.mask_duplicates else int(query_keys[i])
+            keys = None if passage_keys is None or not self.mask_duplicates else passage_keys[i].tolist()
+            current.append(Tuple(queries[i], passages, query_key, keys))
+
+        active = self.updates >= self.start_update
+        bank = self.bank if active else []
+        query_bank_on = self.query_bank_stop_update is None or self.updates < self.query_bank_stop_update
+        bank_rows = bank[max(0, len(bank) - self.query_bank_size) :] if query_bank_on and self.query_bank_size else []
+        rows = [*current, *bank_rows]
+        total = sum(self._row_loss(row, [*current, *bank]) for row in rows)
+        if active and self.bank_size:
+            self.bank = [*self.bank, *(self._stored(t) for t in current)][-self.bank_size :]
+        return total / (len(rows) if self.reduction == "paper" else len(current))
+
+    def _row_loss(self, row: Tuple, tuples: list[Tuple]) -> Tensor:
+        scores, positive = [], None
+        for other in tuples:
+            for j, passage in enumerate(other.passages):
+                score = self.scale * (row.query * passage).sum()
+                if other is row and j == 0:
+                    positive = score
+                elif row.passage_keys is not None and other.passage_keys[j] == row.passage_keys[0]:
+                    continue  # the row's positive, standing elsewhere
+                elif row.query_key is not None and j == 0 and other.query_key == row.query_key:
+                    continue  # the positive of an identical query
+                scores.append(score)
+        return torch.stack(scores).logsumexp(0) - positive
+
+    def _stored(self, t: Tuple) -> Tuple:
+        def store(vector: Tensor) -> Tensor:
+            vector = vector.detach().clone()
+            return vector if self.bank_dtype is None else vector.to(self.bank_dtype).to(vector.dtype)
+
+        passages = t.passages if self.cache_hard_negatives else t.passages[:1]
+        return Tuple(store(t.query), [store(p) for p in passages], t.query_key, t.passage_keys)
+
+    def after_update(self, lr_fraction: float = 1.0) -> None:
+        self.updates += 1
+        for t in self.bank:
+            t.age += lr_fraction
+        if not self.past_encoder:
+            self.bank = []

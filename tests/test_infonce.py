@@ -1,0 +1,158 @@
+"""The incremental loss equals its definition, loss and gradients, whatever the sizes and options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from contaccum import DualBankInfoNCE
+from contaccum.infonce import Columns, Rows, naive_dual_bank_infonce
+from reference import ReferenceInfoNCE
+
+D = 6
+
+
+def micro_batch(n: int, h: int, seed: int, dtype: torch.dtype, keyed: bool, texts: int = 12) -> dict[str, Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def vectors(*shape: int) -> Tensor:
+        return torch.randn(*shape, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    def keys(*shape: int) -> Tensor | None:
+        return torch.randint(texts, shape, generator=generator) if keyed else None
+
+    return {
+        "queries": vectors(n),
+        "positives": vectors(n),
+        "negatives": vectors(n, h) if h else None,
+        "query_keys": keys(n),
+        "passage_keys": keys(n, 1 + h),
+    }
+
+
+def loss_and_gradients(criterion: Any, batch: dict[str, Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+    leaves = [batch[name] for name in ("queries", "positives", "negatives") if batch[name] is not None]
+    loss = criterion(**batch)
+    return loss.detach(), list(torch.autograd.grad(loss, leaves, materialize_grads=True))
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return ((value - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
+
+
+def assert_same_run(options: dict[str, Any], sizes: list[int], h: int, dtype: torch.dtype, keyed: bool, updates_every: int = 3) -> None:
+    """Both versions over one run. The reference computes in float64 from the same (rounded) vectors."""
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    criterion, reference = DualBankInfoNCE(**options), ReferenceInfoNCE(**options)
+    for step, n in enumerate(sizes):
+        batch = micro_batch(n, h, seed=step, dtype=dtype, keyed=keyed)
+        exact = {k: v.detach().double().requires_grad_() if v is not None and v.is_floating_point() else v for k, v in batch.items()}
+        loss, gradients = loss_and_gradients(criterion, batch)
+        expected, expected_gradients = loss_and_gradients(reference, exact)
+        assert loss.dtype == dtype
+        assert relative_error(loss, expected) < tolerance, f"loss at micro-step {step}"
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+            assert relative_error(gradient, expected_gradient) < tolerance, f"gradient at micro-step {step}"
+        if step % updates_every == updates_every - 1:
+            criterion.after_update(0.5)
+            reference.after_update(0.5)
+    assert len(criterion.bank) == len(reference.bank)
+    if reference.bank:
+        assert torch.allclose(criterion.bank.ages, torch.tensor([t.age for t in reference.bank]))
+        assert torch.allclose(criterion.bank.passages.double(), torch.stack([torch.stack(t.passages) for t in reference.bank]))
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    bank_size = draw(st.integers(0, 17))
+    sizes = draw(st.lists(st.integers(1, 7), min_size=3, max_size=6))
+    while sum(sizes) < 3 * bank_size + max(sizes):  # at least three times around
+        sizes = sizes + sizes
+    options = {
+        "bank_size": bank_size,
+        "query_bank_size": draw(st.one_of(st.none(), st.integers(0, bank_size))),
+        "similarity": draw(st.sampled_from(["dot", "cosine"])),
+        "scale": draw(st.sampled_from([1.0, 0.3, 5.0])),
+        "reduction": draw(st.sampled_from(["paper", "local"])),
+        "mask_duplicates": draw(st.booleans()),
+        "cache_hard_negatives": draw(st.booleans()),
+        "past_encoder": draw(st.sampled_from([True, True, True, False])),
+        "start_update": draw(st.sampled_from([0, 0, 0, 2])),
+        "query_bank_stop_update": draw(st.sampled_from([None, None, None, 3])),
+    }
+    return {"options": options, "sizes": sizes, "h": draw(st.integers(0, 3)), "keyed": draw(st.booleans())}
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(run=runs(), dtype=st.sampled_from([torch.float64, torch.float32]))
+def test_loss_and_gradients_equal_the_reference(run: dict[str, Any], dtype: torch.dtype) -> None:
+    assert_same_run(dtype=dtype, **run)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize("query_bank_size", [None, 23])
+def test_larger_bank_with_uneven_micro_batches(similarity: str, query_bank_size: int | None) -> None:
+    """Groups of seven slots, micro-batches shorter, as long and longer than a group, a short last group."""
+    options = {"bank_size": 45, "query_bank_size": query_bank_size, "similarity": similarity, "scale": 2.0}
+    assert_same_run(options, sizes=[3, 7, 16, 1, 5, 7, 14, 2, 30, 8, 8, 8, 45, 60, 3], h=1, dtype=torch.float64, keyed=True)
+
+
+def test_bfloat16_bank_equals_the_reference_on_rounded_entries() -> None:
+    options = {"bank_size": 13, "bank_dtype": torch.bfloat16}
+    assert_same_run(options, sizes=[4, 3, 5, 4, 4, 4, 4, 4, 4, 4, 4], h=1, dtype=torch.float32, keyed=True)
+
+
+def test_naive_definition_equals_the_reference() -> None:
+    """The package's own specification and the tests' agree, masks included."""
+    batches = [micro_batch(3, 2, seed, torch.float64, keyed=True, texts=6) for seed in range(4)]
+    reference = ReferenceInfoNCE(bank_size=7, query_bank_size=5, scale=0.7, reduction="local")
+    for batch in batches:
+        expected, expected_gradients = loss_and_gradients(reference, batch)
+    passages = [torch.cat([b["positives"][:, None], b["negatives"]], 1) for b in batches]
+    stacked = {k: torch.cat([b[k] for b in batches]).detach() for k in ("queries", "query_keys", "passage_keys")}
+    ids = torch.arange(12)
+
+    def rows(part: slice, queries: Tensor) -> Rows:
+        return Rows(queries, ids[part], stacked["query_keys"][part], stacked["passage_keys"][part, 0])
+
+    def columns(part: slice, values: Tensor) -> Columns:
+        return Columns(values, ids[part], stacked["query_keys"][part], stacked["passage_keys"][part])
+
+    bank, bank_rows, now = slice(2, 9), slice(4, 9), slice(9, 12)
+    loss = naive_dual_bank_infonce(
+        rows(now, batches[-1]["queries"]),
+        columns(now, passages[-1]),
+        rows(bank_rows, stacked["queries"][bank_rows]),
+        columns(bank, torch.cat(passages).detach()[bank]),
+        scale=0.7,
+        reduction="local",
+    )
+    gradients = torch.autograd.grad(loss, [batches[-1][k] for k in ("queries", "positives", "negatives")])
+    assert torch.allclose(loss, expected, rtol=1e-12)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(gradient, expected_gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_masks_change_the_loss() -> None:
+    """Guards the equalities above against keys that never meet."""
+    losses = []
+    for mask_duplicates in (True, False):
+        criterion = DualBankInfoNCE(bank_size=16, mask_duplicates=mask_duplicates)
+        losses.append([criterion(**micro_batch(4, 1, seed, torch.float64, keyed=True)).item() for seed in range(5)])
+    assert all(masked < plain for masked, plain in zip(*losses, strict=True))
+
+
+def test_bank_rows_move_the_passage_tower() -> None:
+    """With a query bank the passages' gradient changes and the queries' share of it shrinks with the denominator alone."""
+    gradients = {}
+    for query_bank_size in (0, 8):
+        criterion = DualBankInfoNCE(bank_size=8, query_bank_size=query_bank_size, reduction="local")
+        for seed in range(3):
+            gradients[query_bank_size] = loss_and_gradients(criterion, micro_batch(4, 0, seed, torch.float64, keyed=False))[1]
+    assert torch.allclose(gradients[0][0], gradients[8][0], rtol=1e-12)
+    assert relative_error(gradients[0][1], gradients[8][1]) > 0.05
