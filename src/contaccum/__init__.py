@@ -1,8 +1,48 @@
 """Train dense retrievers under a memory budget: InfoNCE with a dual bank of past queries and passages."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from contaccum.bank import DualBank
 from contaccum.criterion import DualBankInfoNCE
 from contaccum.infonce import dual_bank_infonce, naive_dual_bank_infonce
 
+if TYPE_CHECKING:
+    from contaccum.losses import CachedContAccumLoss, ContAccumLoss
+    from contaccum.towers import dual_encoder
+    from contaccum.trainer import ContAccumCallback, ContAccumTrainer
+
 __version__ = "0.1.0"
-__all__ = ["DualBank", "DualBankInfoNCE", "dual_bank_infonce", "naive_dual_bank_infonce"]
+__all__ = [
+    "CachedContAccumLoss",
+    "ContAccumCallback",
+    "ContAccumLoss",
+    "ContAccumTrainer",
+    "DualBank",
+    "DualBankInfoNCE",
+    "dual_bank_infonce",
+    "dual_encoder",
+    "naive_dual_bank_infonce",
+]
+
+# What needs sentence-transformers is imported when it is asked for, so that the core needs torch alone.
+_LAZY = {
+    "CachedContAccumLoss": "contaccum.losses",
+    "ContAccumCallback": "contaccum.trainer",
+    "ContAccumLoss": "contaccum.losses",
+    "ContAccumTrainer": "contaccum.trainer",
+    "dual_encoder": "contaccum.towers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'contaccum' has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("contaccum"):
+            raise
+        raise ModuleNotFoundError(f"contaccum.{name} needs {error.name}; pip install 'contaccum[train]'", name=error.name) from error

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from contaccum.bank import DualBank
-from contaccum.infonce import REDUCTIONS, Columns, Rows, dual_bank_infonce, with_gradients
+from contaccum.infonce import REDUCTIONS, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, with_gradients
 
 SIMILARITIES = ("dot", "cosine")
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What a training micro-step was computed from, for whoever watches it. Views: copy what is kept."""
+
+    rows: Rows
+    columns: Columns
+    past: Past | None
+    blocks: Blocks
+    loss: Tensor  # detached
+
+    @property
+    def negatives_per_query(self) -> int:
+        """Columns that a current query is compared with, its positive apart (masked duplicates included)."""
+        banked = 0 if self.past is None else self.past.columns.passages.shape[0] * self.past.columns.passages.shape[1]
+        return self.columns.passages.shape[0] * self.columns.passages.shape[1] + banked - 1
 
 
 class DualBankInfoNCE(nn.Module):
@@ -35,6 +54,8 @@ class DualBankInfoNCE(nn.Module):
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
+
+    `observers` are called with a `MicroStep` after each training micro-step, before the micro-batch enters the bank.
     """
 
     def __init__(
@@ -71,6 +92,7 @@ class DualBankInfoNCE(nn.Module):
         self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
         self.bank = DualBank(bank_size, query_bank_size, scale=self.scale, dtype=bank_dtype)
         self.updates = 0
+        self.observers: list[Callable[[MicroStep], None]] = []
 
     def forward(
         self,
@@ -83,18 +105,32 @@ class DualBankInfoNCE(nn.Module):
         """Loss of a micro-batch: (n, d), (n, d), (n, h, d); keys int64 (n,), (n, 1 + h). Vectors of half precision give a float32 loss."""
         check_micro_batch(queries, positives, negatives, query_keys, passage_keys)
         queries, passages = self._vectors(queries, positives, negatives)
-        if not self._uses_bank():
+        if self._uses_bank():
+            loss, gradients = self._banked(queries, passages, query_keys, passage_keys)
+        else:
             rows, columns = self._tuples(queries, passages, query_keys, passage_keys, first=0)
-            loss, gradients, _ = dual_bank_infonce(rows, columns, None, self.scale, self.reduction)
-            return with_gradients(loss, gradients, queries, passages)
+            loss, gradients, blocks = dual_bank_infonce(rows, columns, None, self.scale, self.reduction)
+            if self.training and torch.is_grad_enabled():
+                self._notify(MicroStep(rows, columns, None, blocks, loss))
+        return with_gradients(loss, gradients, queries, passages)
+
+    def _banked(
+        self, queries: Tensor, passages: Tensor, query_keys: Tensor | None, passage_keys: Tensor | None
+    ) -> tuple[Tensor, Gradients]:
+        """Loss over micro-batch and bank; then the micro-batch enters the bank."""
         self.bank.use_queries = self.query_bank_stop_update is None or self.updates < self.query_bank_stop_update
         rows, columns = self._tuples(queries, passages, query_keys, passage_keys, first=self.bank.count)
         banked = columns if self.cache_hard_negatives else columns.positives_only()
         self.bank.prepare(rows, banked)
         past = self.bank.past()
         loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.reduction)
+        self._notify(MicroStep(rows, columns, past, blocks, loss))
         self.bank.push(rows, banked, past, blocks)
-        return with_gradients(loss, gradients, queries, passages)
+        return loss, gradients
+
+    def _notify(self, step: MicroStep) -> None:
+        for observer in self.observers:
+            observer(step)
 
     def _uses_bank(self) -> bool:
         return self.bank.size > 0 and self.training and torch.is_grad_enabled() and self.updates >= self.start_update

@@ -1,0 +1,1 @@
+"""Training sets and collections, read from the field's own file formats."""

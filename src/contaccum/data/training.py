@@ -1,0 +1,95 @@
+"""The training set: one table of (query, positive, negatives), and hard negatives drawn from it anew each epoch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, Sequence, Value, load_from_disk
+
+from contaccum.data.beir import is_beir, read_pairs
+from contaccum.data.files import DataError, read_jsonl, text_field
+
+FEATURES = Features({"query": Value("string"), "positive": Value("string"), "negatives": Sequence(Value("string"))})
+
+
+def load_training_set(path: str | Path, split: str = "train", limit: int | None = None) -> Dataset:
+    """Columns query, positive, negatives (a list, possibly empty), from a BEIR folder, a JSONL file or a saved `datasets` folder.
+
+    A JSONL line holds "query" and "positive", and either "negatives" (a list) or "negative" (a text).
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path} does not exist; give a BEIR folder, a .jsonl file or a folder written by Dataset.save_to_disk")
+    if is_beir(path):
+        pairs = read_pairs(path, split)
+        columns = {"query": [q for q, _ in pairs], "positive": [p for _, p in pairs], "negatives": [[] for _ in pairs]}
+        dataset = Dataset.from_dict(columns, features=FEATURES)
+    elif path.is_dir():
+        dataset = _saved(path)
+    else:
+        dataset = _from_jsonl(path)
+    return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+
+
+def _saved(folder: Path) -> Dataset:
+    try:
+        dataset = load_from_disk(str(folder))
+    except (FileNotFoundError, OSError) as error:
+        raise DataError(f"{folder} is neither a BEIR folder (no corpus.jsonl) nor a saved data set ({error})") from error
+    if missing := {"query", "positive"} - set(dataset.column_names):
+        raise DataError(f"{folder} has no column {', '.join(sorted(missing))}; it has {', '.join(dataset.column_names)}")
+    if "negatives" not in dataset.column_names:
+        dataset = dataset.add_column("negatives", [[] for _ in range(len(dataset))])
+    return dataset.select_columns(["query", "positive", "negatives"]).cast(FEATURES)
+
+
+def _from_jsonl(path: Path) -> Dataset:
+    columns: dict[str, list[Any]] = {"query": [], "positive": [], "negatives": []}
+    for line, record in read_jsonl(path):
+        columns["query"].append(text_field(record, "query", path, line))
+        columns["positive"].append(text_field(record, "positive", path, line))
+        negatives = record.get("negatives", [record["negative"]] if "negative" in record else [])
+        if not isinstance(negatives, list) or not all(isinstance(n, str) for n in negatives):
+            raise DataError(f"{path}, line {line}: 'negatives' must be a list of texts")
+        columns["negatives"].append(negatives)
+    if not columns["query"]:
+        raise DataError(f"{path} is empty")
+    return Dataset.from_dict(columns, features=FEATURES)
+
+
+def with_hard_negatives(dataset: Dataset, hard_negatives: int, seed: int) -> tuple[Dataset, DrawNegatives | None]:
+    """The table as the trainer reads it: query, positive and `hard_negatives` more columns, drawn anew for every epoch.
+
+    Rows with too few negatives are dropped. The second value is told the epoch; None where there is nothing to draw.
+    """
+    if hard_negatives == 0:
+        return dataset.select_columns(["query", "positive"]), None
+    enough = [i for i, negatives in enumerate(dataset["negatives"]) if len(negatives) >= hard_negatives]
+    if not enough:
+        raise DataError(f"no row has {hard_negatives} hard negatives; mine some or use --hard-negatives 0")
+    kept = dataset.select(enough)
+    draw = DrawNegatives(hard_negatives, seed)
+    kept = kept.add_column("row", list(range(len(kept))))
+    kept.set_transform(draw)
+    return kept, draw
+
+
+class DrawNegatives:
+    """Chooses a row's hard negatives by seed, epoch and row alone, so that a resumed run draws what it would have drawn."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed, self.epoch = count, seed, 0
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        drawn = [
+            random.Random(f"{self.seed} {self.epoch} {row}").sample(negatives, self.count)
+            for row, negatives in zip(batch["row"], batch["negatives"], strict=True)
+        ]
+        columns = {"query": batch["query"], "positive": batch["positive"]}
+        return columns | {name: [negatives[i] for negatives in drawn] for i, name in enumerate(negative_columns(self.count))}
+
+
+def negative_columns(count: int) -> list[str]:
+    return ["negative"] if count == 1 else [f"negative_{i + 1}" for i in range(count)]

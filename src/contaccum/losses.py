@@ -1,0 +1,219 @@
+"""The dual-bank loss for sentence-transformers: `ContAccumLoss` in place of `MultipleNegativesRankingLoss`, and its GradCache twin.
+
+Thin adapters over `DualBankInfoNCE`: they embed the columns, take a key per text from the token ids, and gather across processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.gradcache import CachedLossMixin, has_static_embedding_input
+from sentence_transformers.base.losses.merged_forward import embed_columns
+from sentence_transformers.util import all_gather, all_gather_with_grad, cos_sim, dot_score
+from torch import Tensor, nn
+
+from contaccum.criterion import DualBankInfoNCE
+
+_SIMILARITIES = {cos_sim: "cosine", dot_score: "dot"}
+_CITATION = """
+@inproceedings{kim2024contaccum,
+    title={A Gradient Accumulation Method for Dense Retriever under Memory Constraint},
+    author={Jaehee Kim and Yukyung Lee and Pilsung Kang},
+    booktitle={Advances in Neural Information Processing Systems},
+    year={2024}
+}
+"""
+
+
+class ContAccumLoss(nn.Module):
+    """`MultipleNegativesRankingLoss` with a bank of past queries and passages; equal to it with `bank_size=0` and no duplicate texts.
+
+    Takes pairs (anchor, positive) or tuples with any number of negatives. Works in a plain `SentenceTransformerTrainer`; use
+    `ContAccumTrainer`, or add a `ContAccumCallback`, for exact resume, for ages and for `past_encoder=False`.
+
+    Args:
+        model, scale, similarity_fct, gather_across_devices: as in `MultipleNegativesRankingLoss`; `similarity_fct` is `cos_sim` or
+            `dot_score`. With `gather_across_devices` every process holds the same bank; without, each its own.
+        directions, partition_mode, hardness_mode, hardness_strength: taken for compatibility. Only the direction "query_to_doc", for
+            which both partition modes are the same, and no hardness weighting go together with a bank.
+        bank_size and the following: as in `DualBankInfoNCE`.
+    """
+
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
+        gather_across_devices: bool = False,
+        directions: tuple[str, ...] = ("query_to_doc",),
+        partition_mode: str = "joint",
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
+        *,
+        bank_size: int = 1024,
+        query_bank_size: int | None = None,
+        past_encoder: bool = True,
+        cache_hard_negatives: bool = True,
+        mask_duplicates: bool = True,
+        reduction: str = "paper",
+        drift_correction: str | None = None,
+        start_update: int = 0,
+        query_bank_stop_update: int | None = None,
+        bank_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if similarity_fct not in _SIMILARITIES:
+            name = getattr(similarity_fct, "__name__", similarity_fct)
+            raise ValueError(f"similarity_fct={name} has no closed form here; use sentence_transformers.util.cos_sim or dot_score")
+        if tuple(directions) != ("query_to_doc",):
+            raise ValueError(
+                f"directions={tuple(directions)} cannot be combined with a bank, whose kept scores are those of queries with passages; "
+                'use ("query_to_doc",)'
+            )
+        if hardness_mode is not None:
+            raise ValueError(f"hardness_mode={hardness_mode!r} would change scores that the bank keeps; use None")
+        self.model = model
+        self.similarity_fct = similarity_fct
+        self.gather_across_devices = gather_across_devices
+        self.criterion = DualBankInfoNCE(
+            bank_size=bank_size,
+            scale=scale,
+            similarity=_SIMILARITIES[similarity_fct],
+            query_bank_size=query_bank_size,
+            past_encoder=past_encoder,
+            cache_hard_negatives=cache_hard_negatives,
+            mask_duplicates=mask_duplicates,
+            reduction=reduction,
+            drift_correction=drift_correction,
+            start_update=start_update,
+            query_bank_stop_update=query_bank_stop_update,
+            bank_dtype=bank_dtype,
+        )
+
+    @property
+    def scale(self) -> float:
+        return self.criterion.scale
+
+    @property
+    def temperature(self) -> float:
+        return 1.0 / self.scale
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        features = _columns(sentence_features)
+        keys = [token_keys(column) for column in features]  # before the model may change the features
+        return self.compute_loss_from_embeddings(embed_columns(self.model, features), labels, keys)
+
+    def compute_loss_from_embeddings(
+        self, embeddings: list[Tensor], labels: Tensor | None = None, keys: list[Tensor | None] | None = None
+    ) -> Tensor:
+        """The loss of one micro-batch from the embeddings of its columns: queries, positives, then hard negatives."""
+        if self.gather_across_devices and dist.is_available() and dist.is_initialized():
+            # Each column apart: a gathered block of positives and negatives would be cut in the wrong place. Every process then computes
+            # the loss of the whole micro-batch; gather sums the gradients of all and the trainer's average divides them again.
+            embeddings = [all_gather_with_grad(column) for column in embeddings]
+            keys = None if keys is None else [None if column is None else all_gather(column) for column in keys]
+        queries, positives, *negatives = embeddings
+        query_keys, *passage_keys = keys or [None] * len(embeddings)
+        self.criterion.train(self.model.training)
+        loss: Tensor = self.criterion(
+            queries,
+            positives,
+            torch.stack(negatives, dim=1) if negatives else None,
+            query_keys=query_keys,
+            passage_keys=torch.stack([k for k in passage_keys if k is not None], dim=1) if None not in passage_keys else None,
+        )
+        return loss
+
+    def get_config_dict(self) -> dict[str, Any]:
+        criterion = self.criterion
+        return {
+            "scale": self.scale,
+            "similarity_fct": self.similarity_fct.__name__,
+            "gather_across_devices": self.gather_across_devices,
+            "bank_size": criterion.bank.size,
+            "query_bank_size": criterion.bank.query_size,
+            "past_encoder": criterion.past_encoder,
+            "cache_hard_negatives": criterion.cache_hard_negatives,
+            "mask_duplicates": criterion.mask_duplicates,
+            "reduction": criterion.reduction,
+            "start_update": criterion.start_update,
+            "query_bank_stop_update": criterion.query_bank_stop_update,
+        }
+
+    @property
+    def citation(self) -> str:
+        return _CITATION
+
+
+class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
+    """`ContAccumLoss` by GradCache: the whole batch and the bank, with only `mini_batch_size` samples' activations alive.
+
+    Embeds every sample twice. With `bank_size=0` it equals `CachedMultipleNegativesRankingLoss`.
+    """
+
+    def __init__(self, model: SentenceTransformer, *args: Any, mini_batch_size: int = 32, **kwargs: Any) -> None:
+        if has_static_embedding_input(model):
+            raise ValueError("CachedContAccumLoss cannot split the inputs of a StaticEmbedding model; use ContAccumLoss")
+        if mini_batch_size < 1:
+            raise ValueError(f"mini_batch_size={mini_batch_size} must be at least 1")
+        super().__init__(model, *args, **kwargs)
+        self.mini_batch_size = mini_batch_size
+
+    def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        features = _columns(sentence_features)
+        keys = [token_keys(column) for column in features]
+        carried: Any = keys  # what the mixin calls labels is handed to calculate_loss untouched
+        return self.forward_cached(features, carried)
+
+    def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
+        loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], keys=labels)
+        if with_backward:
+            loss.backward()
+            loss = loss.detach()
+        return loss
+
+    def get_config_dict(self) -> dict[str, Any]:
+        return {**super().get_config_dict(), "mini_batch_size": self.mini_batch_size}
+
+
+def token_keys(features: dict[str, Any]) -> Tensor | None:
+    """A 64-bit key per text from its token ids without padding: (n,) int64, or None where the input is not text.
+
+    Equal texts have equal keys whatever the padding, its side or flattening; different ones differ but for a chance of 2^-64.
+    """
+    ids = features.get("input_ids")
+    if ids is None or ids.dim() != 2:
+        return None
+    if "cu_seq_lens_q" in features:  # flattened: all texts in one row
+        return _flattened_keys(ids.flatten(), features["cu_seq_lens_q"].to(torch.int64))
+    mask = features.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask.to(torch.int64)
+    return _mix((_mix(ids * _ODD + mask.cumsum(1)) * mask).sum(1))
+
+
+def _flattened_keys(ids: Tensor, starts: Tensor) -> Tensor:
+    places = torch.arange(len(ids), device=ids.device)
+    text = torch.searchsorted(starts, places, right=True) - 1
+    keys = torch.zeros(len(starts) - 1, dtype=torch.int64, device=ids.device)
+    return _mix(keys.index_add(0, text, _mix(ids * _ODD + places - starts[text] + 1)))
+
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Spread every bit of x over all 64 (the finaliser of SplitMix64; products wrap around)."""
+    x = (x ^ (x >> 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ (x >> 27)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ (x >> 31)
+
+
+def _columns(sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    features = list(sentence_features)
+    if len(features) < 2:
+        raise ValueError(f"a query and a positive column are needed, but the batch has {len(features)}; check the data set's columns")
+    return features

@@ -1,0 +1,168 @@
+"""Training with a bank in sentence-transformers: `ContAccumTrainer`, or `ContAccumCallback` for a trainer of your own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from sentence_transformers import SentenceTransformerTrainer
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from contaccum.losses import ContAccumLoss
+
+STATE_NAME = "contaccum_state"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which and what to do."""
+
+
+@runtime_checkable
+class BeforeCheckpoint(Protocol):
+    """A callback with something to write into, or beside, a checkpoint before it counts as complete."""
+
+    def before_checkpoint(self, folder: Path) -> None: ...
+
+
+class ContAccumCallback(TrainerCallback):
+    """Keeps the banks of a loss (or of several, or of one inside another) in step with a `SentenceTransformerTrainer`.
+
+    1. Training begins: banks are reset, or read from the checkpoint that is resumed.
+    2. An optimizer update ends: `after_update` with its learning rate over the peak one. A step skipped for overflow changed no
+       weights and does not count.
+    3. A checkpoint is saved: banks are written into it, one file per process where they differ.
+    """
+
+    def __init__(self, loss: nn.Module | dict[str, nn.Module]) -> None:
+        self.loss = loss
+        self.checkpoint: str | None = None  # what is resumed, where it is not output_dir/checkpoint-N
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            for loss in bank_losses(self.loss):
+                loss.criterion.reset()
+        else:
+            self.load(Path(self.checkpoint) if self.checkpoint else checkpoint_folder(args, state))
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        if getattr(optimizer, "step_was_skipped", False):
+            return
+        lr, peak = optimizer.param_groups[0]["lr"], args.learning_rate
+        for loss in bank_losses(self.loss):
+            loss.criterion.after_update(float(lr) / peak if peak else 1.0)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        folder = checkpoint_folder(args, state)
+        if not self._file(folder).exists():
+            self.before_checkpoint(folder)
+
+    def before_checkpoint(self, folder: Path) -> None:
+        if self._file(folder) != folder / f"{STATE_NAME}.pt" or _rank() == 0:
+            write_atomically(self._file(folder), [loss.criterion.state_dict() for loss in bank_losses(self.loss)])
+
+    def load(self, folder: Path) -> None:
+        file = self._file(folder)
+        if not file.exists():
+            raise CheckpointError(
+                f"{folder} has no {file.name}: it was not saved with ContAccumTrainer or ContAccumCallback by as many processes as now, "
+                "so its bank cannot be restored; resume from another checkpoint or start anew"
+            )
+        states = torch.load(file, map_location="cpu", weights_only=True)
+        for loss, state in zip(bank_losses(self.loss), states, strict=True):
+            loss.criterion.load_state_dict(state)
+
+    def _file(self, folder: Path) -> Path:
+        """One file for all processes where they hold the same bank."""
+        same = all(loss.gather_across_devices for loss in bank_losses(self.loss))
+        return folder / (f"{STATE_NAME}.pt" if same or _world_size() == 1 else f"{STATE_NAME}_{_rank()}.pt")
+
+
+class ContAccumTrainer(SentenceTransformerTrainer):
+    """`SentenceTransformerTrainer` whose checkpoints hold the bank, and are resumed only when complete.
+
+    Anything with a `before_checkpoint(folder)` among the callbacks is called, on every process, before a checkpoint counts as complete.
+    `loss.criterion.observers` are called with every training micro-step (see `DualBankInfoNCE`).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bank_callback = ContAccumCallback(self.loss)
+        self.add_callback(self.bank_callback)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(last_complete_checkpoint(checkpoint_folder(self.args, self.state).parent))
+        self.bank_callback.loss = self.loss
+        self.bank_callback.checkpoint = resume_from_checkpoint or None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        folder = checkpoint_folder(self.args, self.state)
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except Exception as error:
+            if self.args.should_save and not is_complete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise CheckpointError(
+                f"could not save {folder}: {error}; earlier checkpoints are untouched: make room and go on with --resume"
+            ) from error
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last thing each process writes before the trainer's state makes the checkpoint complete and older ones are deleted."""
+        super()._save_rng_state(output_dir)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, BeforeCheckpoint):
+                callback.before_checkpoint(Path(output_dir))
+        self.accelerator.wait_for_everyone()
+
+
+def bank_losses(loss: nn.Module | dict[str, nn.Module]) -> Iterator[ContAccumLoss]:
+    for part in loss.values() if isinstance(loss, dict) else [loss]:
+        yield from (module for module in part.modules() if isinstance(module, ContAccumLoss))
+
+
+def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """The trainer's state is written last."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def last_complete_checkpoint(folder: Path) -> Path:
+    """The newest checkpoint in `folder` that was written to its end."""
+    numbered = [(int(m.group(1)), p) for p in folder.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))]
+    complete = [p for _, p in sorted(numbered) if is_complete(p)]
+    if not complete:
+        raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start without --resume")
+    return complete[-1]
+
+
+def write_atomically(file: Path, state: Any) -> None:
+    """torch.save that leaves either the whole file or none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    torch.save(state, part)
+    part.replace(file)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
