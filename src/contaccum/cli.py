@@ -22,8 +22,11 @@ def root() -> None:
 
 def main() -> None:
     """Entry point of the `contaccum` command."""
+    from transformers.utils import logging
+
     from contaccum.trainer import CheckpointError
 
+    logging.disable_progress_bar()  # one bar at a time: ours
     try:
         app()
     except (ValueError, CheckpointError) as error:

@@ -65,6 +65,9 @@ def dual_encoder(
             folder = _as_folder(source, tokenizer, scratch)
             # Weights are trained in single precision, whatever they are stored in.
             transformer = Transformer(folder, max_seq_length=max_seq_length, model_kwargs={"dtype": torch.float32, **(model_kwargs or {})})
+        for name, parameter in transformer.named_parameters():
+            if ".pooler." in name:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
+                parameter.requires_grad_(False)
         return [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling)]
 
     modules = tower(query_source)

@@ -279,9 +279,14 @@ def _arguments(
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # would wait for the device at every micro-step
         dataloader_num_workers=config.workers,
+        dataloader_pin_memory=torch.cuda.is_available(),
         dataloader_drop_last=processes > 1,  # processes must agree on the number of micro-batches
+        # Each forward uses one tower. Looking for unused parameters then would take the other tower for such; but GradCache's replay, where
+        # only the last mini-batch synchronises, needs just that.
+        ddp_find_unused_parameters=batches.mini is not None,
         router_mapping=routes,
         report_to=config.report_to,
+        use_cpu=not torch.accelerator.is_available(),  # without this, several processes on CPUs would each train alone
         disable_tqdm=True,
     )
 

@@ -1,0 +1,3 @@
+from contaccum.cli import main
+
+main()

@@ -1,0 +1,102 @@
+"""Tiny real models and texts; no hub."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WORDS = [f"w{i}" for i in range(60)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A word-level tokenizer over `WORDS`, with BERT's special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {token: i for i, token in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    folder = tmp_path_factory.mktemp("tokenizer")
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names).save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_config(family: str = "bert", dropout: float = 0.1):
+    from transformers import BertConfig, ModernBertConfig, MPNetConfig, Qwen3Config
+
+    shape = {"vocab_size": 70, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    if family == "bert":
+        return BertConfig(**shape, max_position_embeddings=64, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    if family == "modernbert":
+        return ModernBertConfig(**shape, max_position_embeddings=64, pad_token_id=0, cls_token_id=2, sep_token_id=3, mlp_dropout=dropout)
+    if family == "mpnet":
+        return MPNetConfig(**shape, max_position_embeddings=66, pad_token_id=0, hidden_dropout_prob=dropout)
+    assert family == "qwen"
+    return Qwen3Config(**shape, num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0)
+
+
+@pytest.fixture
+def tiny_encoder(tokenizer_folder: str) -> Callable:
+    """`tiny_encoder(family, tied=..., ...)` -> a small random SentenceTransformer on the CPU, the same each time."""
+    import torch
+
+    from contaccum import dual_encoder
+
+    def build(family: str = "bert", dropout: float = 0.1, seed: int = 0, **options):
+        torch.manual_seed(seed)
+        options = {"pooling": "lasttoken" if family == "qwen" else "mean", "max_seq_length": 32, "tied": False, **options}
+        return dual_encoder(tiny_config(family, dropout), tokenizer=tokenizer_folder, **options).to("cpu")
+
+    return build
+
+
+def texts(count: int, seed: int = 0, words: int = 6) -> list[str]:
+    generator = random.Random(seed)
+    return [" ".join(generator.choices(WORDS, k=generator.randint(2, words))) for _ in range(count)]
+
+
+def rows(count: int, negatives: int = 0, seed: int = 0) -> list[dict]:
+    """Learnable pairs: a passage repeats its query's words."""
+    queries = texts(count, seed)
+    others = texts(max(1, count * negatives), seed + 1)
+    return [
+        {"query": q, "positive": q + " " + q, "negatives": others[i * negatives : (i + 1) * negatives]} for i, q in enumerate(queries)
+    ]
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., str]:
+    """`jsonl(count, negatives)` -> a training file."""
+
+    def write(count: int = 64, negatives: int = 0, seed: int = 0) -> str:
+        file = tmp_path / f"train-{count}-{negatives}-{seed}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows(count, negatives, seed)))
+        return str(file)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def model_folder(tokenizer_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny BERT with dropout as a transformers folder."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("tiny-bert")
+    torch.manual_seed(0)
+    AutoModel.from_config(tiny_config()).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
+    return str(folder)
