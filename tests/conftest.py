@@ -72,9 +72,7 @@ def rows(count: int, negatives: int = 0, seed: int = 0) -> list[dict]:
     """Learnable pairs: a passage repeats its query's words."""
     queries = texts(count, seed)
     others = texts(max(1, count * negatives), seed + 1)
-    return [
-        {"query": q, "positive": q + " " + q, "negatives": others[i * negatives : (i + 1) * negatives]} for i, q in enumerate(queries)
-    ]
+    return [{"query": q, "positive": q + " " + q, "negatives": others[i * negatives : (i + 1) * negatives]} for i, q in enumerate(queries)]
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def dual_encoder(
         similarity: "dot" or "cosine", for `model.similarity` and for search.
         tokenizer: source of the tokenizer where the model has none.
 
-    `save_pretrained(folder)` writes one folder; `SentenceTransformer(folder)` loads it, `encode_query` and `encode_document` use its towers.
+    `save_pretrained(folder)` writes one folder that `SentenceTransformer(folder)` loads, for `encode_query` and `encode_document`.
     """
     if pooling not in POOLINGS:
         raise ValueError(f"pooling={pooling!r} is unknown; choose one of {', '.join(POOLINGS)}")
@@ -148,8 +148,12 @@ def _load_config(source: str | Path) -> PretrainedConfig:
     return config
 
 
-def _dpr_bert(source: str | Path, config: PretrainedConfig) -> Any:
-    architecture = (config.architectures or [""])[0]
-    if architecture == "DPRContextEncoder":
-        return DPRContextEncoder.from_pretrained(source).ctx_encoder.bert_model
-    return DPRQuestionEncoder.from_pretrained(source).question_encoder.bert_model
+def _dpr_bert(source: str | Path, config: PretrainedConfig) -> BertModel:
+    if (config.architectures or [""])[0] == "DPRContextEncoder":
+        inner = DPRContextEncoder.from_pretrained(source).ctx_encoder.bert_model
+    else:
+        inner = DPRQuestionEncoder.from_pretrained(source).question_encoder.bert_model
+    fields = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "architectures", "projection_dim")}
+    bert = BertModel(BertConfig(**fields), add_pooling_layer=False)
+    bert.load_state_dict(inner.state_dict())
+    return bert

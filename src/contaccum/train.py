@@ -145,7 +145,9 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     run = Path(config.output)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     main = int(os.environ.get("RANK", "0")) == 0
-    checkpoint = _enter_run_folder(run, config, resume, main)
+    checkpoint = _checkpoint_to_resume(run, config) if resume else None
+    if not resume and main:
+        _refuse_used_folder(run)
     method, batches = get_method(config.method), cut(get_method(config.method), config.n_total, config.n_local, processes)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
         print(f"note: {cannot}")
@@ -192,7 +194,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if main:
-        _describe_run(run, config)
+        _claim(run, config)
     started = time.perf_counter()
     first_update = 0 if checkpoint is None else json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -214,29 +216,34 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     return summary
 
 
-def _enter_run_folder(run: Path, config: TrainConfig, resume: bool, main: bool) -> Path | None:
-    """Claim the folder for this run; the checkpoint to go on from, if any."""
+def _checkpoint_to_resume(run: Path, config: TrainConfig) -> Path | None:
+    """The newest complete checkpoint of the same run; None where it was killed before its first."""
     stored = run / "config.yaml"
-    if resume:
-        if not stored.exists():
-            raise ValueError(f"{run} holds no run to resume; start it without --resume")
-        before = asdict(load_config(stored, {}))
-        changed = {k: v for k, v in asdict(config).items() if before[k] != v and k != "output"}
-        if changed:
-            name, value = next(iter(changed.items()))
-            raise ValueError(f"{run} was started with {name}={before[name]!r}, not {value!r}; resume it unchanged or use another --output")
-        if (run / "summary.json").exists():
-            raise ValueError(f"{run} is finished: its model is in {run / 'model'}")
-        try:
-            return last_complete_checkpoint(run / "checkpoints")
-        except CheckpointError:
-            return None  # killed before its first checkpoint: from the start
-    if main and run.exists() and (not run.is_dir() or any(run.iterdir())):
+    if not stored.exists():
+        raise ValueError(f"{run} holds no run to resume; start it without --resume")
+    before = asdict(load_config(stored, {}))
+    changed = {k: v for k, v in asdict(config).items() if before[k] != v and k != "output"}
+    if changed:
+        name, value = next(iter(changed.items()))
+        raise ValueError(f"{run} was started with {name}={before[name]!r}, not {value!r}; resume it unchanged or use another --output")
+    if (run / "summary.json").exists():
+        raise ValueError(f"{run} is finished: its model is in {run / 'model'}")
+    try:
+        return last_complete_checkpoint(run / "checkpoints")
+    except CheckpointError:
+        return None
+
+
+def _refuse_used_folder(run: Path) -> None:
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
-    if main:
-        run.mkdir(parents=True, exist_ok=True)
-        stored.write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
-    return None
+
+
+def _claim(run: Path, config: TrainConfig) -> None:
+    """Only now, when nothing of the input can be refused any more, is anything written."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
+    (run / "run.json").write_text(json.dumps(provenance(config.seed), indent=1) + "\n", encoding="utf-8")
 
 
 def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
@@ -289,10 +296,6 @@ def _arguments(
         use_cpu=not torch.accelerator.is_available(),  # without this, several processes on CPUs would each train alone
         disable_tqdm=True,
     )
-
-
-def _describe_run(run: Path, config: TrainConfig) -> None:
-    (run / "run.json").write_text(json.dumps(provenance(config.seed), indent=1) + "\n", encoding="utf-8")
 
 
 def _finish(run: Path, model: Any, summary: dict[str, Any]) -> None:

@@ -40,9 +40,9 @@ class ContAccumCallback(TrainerCallback):
     3. A checkpoint is saved: banks are written into it, one file per process where they differ.
     """
 
-    def __init__(self, loss: nn.Module | dict[str, nn.Module]) -> None:
+    def __init__(self, loss: nn.Module | dict[str, nn.Module], checkpoint: str | None = None) -> None:
         self.loss = loss
-        self.checkpoint: str | None = None  # what is resumed, where it is not output_dir/checkpoint-N
+        self.checkpoint = checkpoint  # the folder that is resumed, where it is not output_dir/checkpoint-N
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step == 0:

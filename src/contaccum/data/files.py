@@ -18,9 +18,12 @@ class DataError(ValueError):
 
 def open_text(path: Path) -> TextIO:
     """`path` for reading as UTF-8, decompressed by its ending."""
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix)
     try:
-        return open(path, encoding="utf-8") if opener is None else opener(path, "rt", encoding="utf-8")  # type: ignore[return-value]
+        if path.suffix == ".gz":
+            return gzip.open(path, "rt", encoding="utf-8")
+        if path.suffix == ".xz":
+            return lzma.open(path, "rt", encoding="utf-8")
+        return open(path, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 

@@ -1,0 +1,55 @@
+"""Run under torchrun, or alone: train each method for a few updates and save weights and bank. Arguments: tiny model, data, folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from sentence_transformers import SentenceTransformerTrainingArguments
+
+from contaccum import ContAccumTrainer, dual_encoder
+from contaccum.data.training import load_training_set, negative_columns, with_hard_negatives
+from contaccum.methods import METHODS, build_loss, cut
+
+
+def main(model_folder: str, data: str, output: str) -> None:
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    for name, method in METHODS.items():
+        for hard_negatives in (0, 1):
+            torch.manual_seed(0)
+            model = dual_encoder(model_folder, pooling="mean", max_seq_length=32)
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0  # processes draw apart
+            batches = cut(method, 16, 8 // processes, processes)
+            loss = build_loss(method, model, batches, 20, 13, "cosine", scale=20.0, gather_across_devices=processes > 1)
+            table, _ = with_hard_negatives(load_training_set(data), hard_negatives, seed=0)
+            names = ["positive", *negative_columns(hard_negatives)][: 1 + hard_negatives]
+            args = SentenceTransformerTrainingArguments(
+                output_dir=f"{output}/trainer",
+                per_device_train_batch_size=batches.per_process,
+                gradient_accumulation_steps=batches.accumulation,
+                num_train_epochs=1,
+                optim="sgd",  # the weights then move by the gradients themselves
+                learning_rate=0.1,
+                max_grad_norm=0.0,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+                ddp_find_unused_parameters=batches.mini is not None,
+                router_mapping={"query": "query", **dict.fromkeys(names, "document")},
+            )
+            trainer = ContAccumTrainer(model=model, args=args, train_dataset=table, loss=loss)
+            trainer.train()
+            if trainer.is_world_process_zero():
+                file = Path(output) / f"{name}-{hard_negatives}.pt"
+                torch.save((trainer.model.state_dict(), loss.criterion.state_dict(), trainer.state.global_step), file)
+            elif method.bank:  # every process holds the same bank
+                torch.save(loss.criterion.state_dict(), Path(output) / f"{name}-{hard_negatives}-rank.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

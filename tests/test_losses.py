@@ -1,0 +1,190 @@
+"""`ContAccumLoss` and `CachedContAccumLoss` against sentence-transformers' own losses and against the reference run by hand."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
+from sentence_transformers.util import cos_sim, dot_score
+from torch import Tensor
+
+from conftest import texts
+from contaccum import CachedContAccumLoss, ContAccumLoss
+from contaccum.losses import token_keys
+from reference import ReferenceInfoNCE
+
+
+def features(model: SentenceTransformer, n: int = 4, negatives: int = 0, seed: int = 0, prompt: str | None = None) -> list[dict[str, Any]]:
+    """What the trainer hands to a loss: one dict of tensors per column."""
+    columns = []
+    for i in range(2 + negatives):
+        task = "query" if i == 0 else "document"
+        columns.append({**model.preprocess(texts(n, seed=100 * seed + i), task=task, prompt=prompt), "task": task})
+    return columns
+
+
+def gradients(model: SentenceTransformer) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert found
+    assert sum(g.abs().sum() for g in found.values()) > 0
+    model.zero_grad()
+    return found
+
+
+def assert_same_gradients(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.allclose(a[name], b[name], rtol=1e-4, atol=tolerance), name
+
+
+@pytest.mark.parametrize("negatives", [0, 1, 3])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("prompt", [None, "w1 w2 "])
+@pytest.mark.parametrize("similarity_fct", [cos_sim, dot_score])
+def test_bank_of_zero_equals_multiple_negatives_ranking_loss(tiny_encoder, negatives, tied, prompt, similarity_fct) -> None:
+    model = tiny_encoder(tied=tied, dropout=0.0)
+    scale = 20.0 if similarity_fct is cos_sim else 1.0
+    expected = MultipleNegativesRankingLoss(model, scale, similarity_fct)(features(model, 4, negatives, prompt=prompt), None)
+    expected.backward()
+    expected_gradients = gradients(model)
+    loss = ContAccumLoss(model, scale, similarity_fct, bank_size=0)(features(model, 4, negatives, prompt=prompt), None)
+    loss.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    assert_same_gradients(gradients(model), expected_gradients)
+
+
+@pytest.mark.parametrize("negatives", [0, 2])
+@pytest.mark.parametrize("tied", [False, True])
+def test_cached_bank_of_zero_equals_the_cached_loss_with_dropout(tiny_encoder, negatives, tied) -> None:
+    """Both replay their random state, so dropout may stay on."""
+    model = tiny_encoder(tied=tied, dropout=0.2)
+    results = []
+    for build in (
+        lambda: CachedMultipleNegativesRankingLoss(model, mini_batch_size=2),
+        lambda: CachedContAccumLoss(model, mini_batch_size=2, bank_size=0),
+    ):
+        torch.manual_seed(3)
+        loss = build()(features(model, 6, negatives), None)
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    assert torch.allclose(results[0][0], results[1][0], rtol=1e-5)
+    assert_same_gradients(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("negatives", [0, 1])
+def test_micro_batches_with_a_bank_equal_the_reference_by_hand(tiny_encoder, cached, negatives) -> None:
+    """Three updates of K = 3 micro-batches, weights moving in between."""
+    model = tiny_encoder(dropout=0.0)
+    by_hand = copy.deepcopy(model)
+    loss = (CachedContAccumLoss if cached else ContAccumLoss)(
+        model, similarity_fct=dot_score, scale=0.5, bank_size=10, **({"mini_batch_size": 2} if cached else {})
+    )
+    reference = ReferenceInfoNCE(bank_size=10, scale=0.5)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, by_hand)]
+    model.train(), by_hand.train()
+    for update in range(3):
+        for k in range(3):
+            seed = 10 * update + k
+            value = loss(features(model, 4, negatives, seed), None) / 3
+            value.backward()
+            columns = features(by_hand, 4, negatives, seed)
+            keys = [token_keys(c) for c in columns]
+            embedded = [by_hand(c)["sentence_embedding"] for c in columns]
+            stacked = torch.stack(embedded[2:], 1) if negatives else None
+            expected = reference(embedded[0], embedded[1], stacked, keys[0], torch.stack(keys[1:], 1)) / 3
+            expected.backward()
+            assert torch.allclose(value, expected, rtol=1e-5)
+        for (name, a), (_, b) in zip(model.named_parameters(), by_hand.named_parameters(), strict=True):
+            if a.grad is not None:
+                assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+        loss.criterion.after_update()
+        reference.after_update()
+    assert len(loss.criterion.bank) == 10
+
+
+def test_duplicate_texts_are_masked_without_any_ids(tiny_encoder) -> None:
+    model = tiny_encoder(dropout=0.0)
+
+    def batch(positives: list[str]) -> list[dict[str, Any]]:
+        sides = (("query", ["w1", "w2", "w3"]), ("document", positives))
+        return [{**model.preprocess(column, task=task), "task": task} for task, column in sides]
+
+    masked, plain = ContAccumLoss(model, bank_size=8), ContAccumLoss(model, bank_size=8, mask_duplicates=False)
+    assert masked(batch(["w4 w5", "w6", "w7"])) == plain(batch(["w4 w5", "w6", "w7"]))
+    assert masked(batch(["w4 w5", "w8", "w9"])) < plain(batch(["w4 w5", "w8", "w9"]))  # one of them is in the bank
+
+
+def test_keys_depend_on_the_tokens_alone() -> None:
+    right = {"input_ids": torch.tensor([[2, 7, 8, 3, 0, 0], [2, 7, 8, 9, 9, 3]])}
+    right["attention_mask"] = (right["input_ids"] != 0).long()
+    left = {"input_ids": torch.tensor([[0, 0, 0, 0, 2, 7, 8, 3]]), "attention_mask": torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]])}
+    flat = {"input_ids": torch.tensor([[2, 7, 8, 3, 2, 7, 8, 9, 9, 3]]), "cu_seq_lens_q": torch.tensor([0, 4, 10], dtype=torch.int32)}
+    keys = token_keys(right)
+    assert keys.dtype == torch.int64
+    assert keys[0] != keys[1]
+    assert token_keys(left)[0] == keys[0]
+    assert torch.equal(token_keys(flat), keys)
+    swapped = {"input_ids": torch.tensor([[2, 8, 7, 3]])}
+    assert token_keys(swapped)[0] != keys[0]
+    assert token_keys({"pixel_values": torch.zeros(2, 3)}) is None
+
+
+def test_keys_of_many_texts_do_not_collide() -> None:
+    ids = torch.cartesian_prod(*[torch.arange(40)] * 3)
+    assert len(token_keys({"input_ids": ids}).unique()) == len(ids)
+
+
+def test_evaluation_mode_of_the_model_leaves_the_bank_alone(tiny_encoder) -> None:
+    model = tiny_encoder(dropout=0.0)
+    loss = ContAccumLoss(model, bank_size=8)
+    loss(features(model, 4))
+    model.eval()
+    in_batch = ContAccumLoss(model, bank_size=0)
+    assert loss(features(model, 4, seed=1)) == in_batch(features(model, 4, seed=1))
+    assert len(loss.criterion.bank) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"directions": ("query_to_doc", "doc_to_query")}, "cannot be combined with a bank"),
+        ({"hardness_mode": "hard_negatives"}, "hardness_mode='hard_negatives' would change scores that the bank keeps"),
+        ({"similarity_fct": torch.cdist}, "similarity_fct=cdist has no closed form here"),
+        ({"scale": torch.nn.Parameter(torch.ones(()))}, "learnable scale"),
+    ],
+)
+def test_what_a_bank_cannot_do_is_refused_with_a_reason(tiny_encoder, options, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ContAccumLoss(tiny_encoder(), **options)
+
+
+def test_matryoshka_is_refused_with_a_reason(tiny_encoder) -> None:
+    """It calls the loss with several widths per micro-batch."""
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
+
+    model = tiny_encoder()
+    loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=8), [16, 8])
+    with pytest.raises(ValueError, match="width 8 do not fit the bank, which holds width 16"):
+        loss(features(model, 4), None)
+
+
+def test_config_and_citation_for_the_model_card(tiny_encoder) -> None:
+    loss = CachedContAccumLoss(tiny_encoder(), bank_size=64, query_bank_size=32, mini_batch_size=4)
+    config = loss.get_config_dict()
+    assert (config["bank_size"], config["query_bank_size"], config["mini_batch_size"], config["scale"]) == (64, 32, 4, 20.0)
+    assert config["similarity_fct"] == "cos_sim"
+    assert "Memory Constraint" in loss.citation
+
+
+def test_one_column_is_refused(tiny_encoder) -> None:
+    model = tiny_encoder()
+    with pytest.raises(ValueError, match="a query and a positive column are needed, but the batch has 1"):
+        ContAccumLoss(model)(features(model)[:1])

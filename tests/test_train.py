@@ -1,0 +1,272 @@
+"""The train command as users run it: real processes, real files, kill and resume, clear lines for mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+
+from contaccum.budget import parse_bytes
+from contaccum.data.training import load_training_set, with_hard_negatives
+from contaccum.methods import METHODS, cut
+from contaccum.runlog import read_log
+from contaccum.train import TrainConfig, load_config, train
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+def options(data: str, model: str, output: Path, **changes: Any) -> dict[str, Any]:
+    base = {"data": data, "model": model, "output": str(output), "pooling": "mean", "similarity": "cosine", "lr": 3e-3, "epochs": 2}
+    sizes = {"n_total": 8, "n_local": 4, "bank": 20, "max_seq_length": 32, "save_every": 4}
+    return base | sizes | changes
+
+
+def command(arguments: dict[str, Any], *flags: str) -> list[str]:
+    words = []
+    for name, value in arguments.items():
+        option = "--" + name.replace("_", "-")
+        words += [option if value else f"--no-{option[2:]}"] if isinstance(value, bool) else [option, str(value)]
+    return [sys.executable, "-m", "contaccum", "train", *words, *flags]
+
+
+def run(words: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, **kwargs)
+
+
+def final_state(output: Path) -> dict[str, Any]:
+    """Weights, optimizer, bank and log of a finished run, as comparable values."""
+    checkpoint = max((output / "checkpoints").iterdir(), key=lambda p: int(p.name.split("-")[1]))
+    weights = {f"{f.parent.name}.{k}": v for f in (output / "model").rglob("*.safetensors") for k, v in load_file(f).items()}
+    optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+    (bank,) = torch.load(checkpoint / "contaccum_state.pt", weights_only=True)
+    return {
+        **weights,
+        **{f"optimizer.{i}.{k}": v for i, values in optimizer.items() for k, v in values.items()},
+        **{f"bank.{k}": v for k, v in bank.items()},
+        "log": (output / "log.jsonl").read_text(),
+    }
+
+
+def assert_bit_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    differ = [k for k in a if not (torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k])]
+    assert differ == []
+
+
+@pytest.mark.parametrize("method", ["contaccum", "gradcache", "prebatch"])
+def test_kill_and_resume_is_bit_equal(method: str, jsonl, model_folder, tmp_path) -> None:
+    """Killed at the first sign of the second checkpoint, most likely in the middle of writing it; dropout on, negatives drawn."""
+    arguments = options(jsonl(64, negatives=3), model_folder, tmp_path / "whole", method=method, epochs=3, keep_checkpoints=1)
+    whole = run(command(arguments))
+    assert whole.returncode == 0, whole.stderr
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(command(arguments | {"output": str(killed)}), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not (killed / "checkpoints" / "checkpoint-8").exists():
+        assert process.poll() is None, "finished before it could be killed"
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (killed / "model").exists()
+    resumed = run(command({"output": str(killed)}, "--resume", "--json"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads(resumed.stdout.splitlines()[-1])["resumed_at_update"] in (4, 8)
+    assert len(read_log(killed / "log.jsonl")) == 24
+    assert_bit_equal(final_state(tmp_path / "whole"), final_state(killed))
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_every_method_trains_and_leaves_a_run_folder(method: str, jsonl, model_folder, tmp_path) -> None:
+    config = TrainConfig(**options(jsonl(64, negatives=1), model_folder, tmp_path / "run", method=method, epochs=4))
+    summary = train(config)
+    lines = read_log(tmp_path / "run" / "log.jsonl")
+    assert [line["update"] for line in lines] == list(range(1, 33))
+    negatives = {"dpr": 15, "gradcache": 15, "gradaccum": 7, "contaccum-no-past": 15, "prebatch-no-past": 15, "contaccum-gradcache": 55}
+    assert summary["negatives_per_query"] == lines[-1]["negatives_per_query"] == negatives.get(method, 47)
+    settled = lines[6:]  # the bank is full
+    assert sum(line["loss"] for line in settled[-8:]) < sum(line["loss"] for line in settled[:8])
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["method"] == method
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["seed"] == 42
+    assert SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu").encode_query(["w1 w2"]).shape == (1, 16)
+
+
+def test_yaml_with_overrides(jsonl, model_folder, tmp_path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("lr: 2e-5\nn_total: 16\nmethod: gradaccum\nscale: 2\n")
+    config = load_config(file, {"n_total": 32})
+    assert (config.lr, config.n_total, config.method, config.scale) == (2e-5, 32, "gradaccum", 2.0)
+
+
+def test_paper_settings_are_the_defaults() -> None:
+    config = TrainConfig()
+    assert (config.lr, config.warmup_updates, config.max_grad_norm, config.adam_eps, config.weight_decay) == (2e-5, 1237, 2.0, 1e-8, 0.0)
+    assert (config.n_total, config.max_seq_length, config.pooling, config.similarity, config.epochs) == (128, 256, "cls", "dot", 40)
+
+
+def test_hard_negatives_are_drawn_anew_each_epoch_and_again_the_same(jsonl) -> None:
+    table, draw = with_hard_negatives(load_training_set(jsonl(20, negatives=5)), 1, seed=3)
+    assert draw is not None
+    epochs = []
+    for epoch in (0, 1, 0):
+        draw.epoch = epoch
+        epochs.append([row["negative"] for row in table])
+    assert epochs[0] != epochs[1]
+    assert epochs[0] == epochs[2]
+
+
+def test_rows_without_negatives_are_left_out_and_counted(tmp_path, model_folder, capsys) -> None:
+    file = tmp_path / "some.jsonl"
+    rows = [{"query": f"w{i}", "positive": f"w{i} w1", "negatives": ["w9"] * (i % 2)} for i in range(40)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    train(TrainConfig(**options(str(file), model_folder, tmp_path / "run", epochs=1)))
+    assert "20 of 40 rows have fewer than 1 hard negatives and are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "n_total", "n_local", "processes", "expected"),
+    [
+        ("dpr", 128, 8, 1, (128, 1, None)),
+        ("dpr", 128, 8, 2, (64, 1, None)),
+        ("gradaccum", 128, 8, 1, (8, 16, None)),
+        ("contaccum", 128, 8, 4, (8, 4, None)),
+        ("contaccum", 8, 8, 1, (8, 1, None)),
+        ("gradcache", 128, 8, 2, (64, 1, 8)),
+    ],
+)
+def test_batch_arithmetic(method: str, n_total: int, n_local: int, processes: int, expected: tuple) -> None:
+    batches = cut(METHODS[method], n_total, n_local, processes)
+    assert (batches.per_process, batches.accumulation, batches.mini) == expected
+
+
+@pytest.mark.parametrize(("text", "expected"), [("11GB", 11 * 10**9), ("10.5 GiB", int(10.5 * 2**30)), ("500m", 5 * 10**8), ("7", 7)])
+def test_sizes_as_people_write_them(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+MISTAKES = {
+    "method": ({"method": "moco"}, "method 'moco' is unknown; choose one of dpr, gradaccum, gradcache"),
+    "multiple": ({"n_total": 10}, "n_total=10 is not a multiple of n_local=4; use n_total=8"),
+    "bank": ({"bank": 65}, "bank=65 is larger than the training set of 64 rows"),
+    "data": ({"data": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+    "model": ({"model": "nowhere"}, "no model can be read from nowhere"),
+    "memory": ({"memory": "much"}, "memory 'much' is not a size; write it as 11GB"),
+    "precision": ({"precision": "fp8"}, "precision 'fp8' is unknown; choose one of fp32, bf16, fp16"),
+    "negatives": ({"hard_negatives": 2}, "no row has 2 hard negatives"),
+    "negative": ({"bank": -1}, "bank=-1 is negative"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named_before_anything_is_lost(name: str, jsonl, model_folder, tmp_path) -> None:
+    changes, message = MISTAKES[name]
+    with pytest.raises(ValueError, match="^") as caught:
+        train(TrainConfig(**options(jsonl(64), model_folder, tmp_path / "run") | changes))
+    assert not (tmp_path / "run").exists()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_columns_are_named_with_file_and_line(tmp_path) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"query": "a", "positive": "b"}\n{"question": "a", "positive": "b"}\n')
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: no text under 'query'; fields there: question, positive"):
+        load_training_set(file)
+    file.write_text('{"query": "a", "positive": "b"}\n{"query": "a", \n')
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: not JSON"):
+        load_training_set(file)
+
+
+def test_command_line_says_one_line_and_exits_with_2(jsonl, model_folder, tmp_path) -> None:
+    told = run(command(options(jsonl(64), model_folder, tmp_path / "run", method="moco")))
+    assert told.returncode == 2
+    assert "error: method 'moco' is unknown" in told.stderr
+    assert "Traceback" not in told.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_is_never_overwritten_nor_resumed_changed(jsonl, model_folder, tmp_path) -> None:
+    arguments = options(jsonl(64), model_folder, tmp_path / "run", epochs=1)
+    train(TrainConfig(**arguments))
+    with pytest.raises(ValueError, match="is not empty; use --resume"):
+        train(TrainConfig(**arguments))
+    with pytest.raises(ValueError, match=r"was started with lr=0.003, not 0.1; resume it unchanged"):
+        train(TrainConfig(**arguments | {"lr": 0.1}), resume=True)
+    with pytest.raises(ValueError, match="is finished: its model is in"):
+        train(TrainConfig(**arguments), resume=True)
+    with pytest.raises(ValueError, match="holds no run to resume"):
+        train(TrainConfig(**arguments | {"output": str(tmp_path / "other")}), resume=True)
+
+
+def test_full_disk_while_saving_loses_nothing(jsonl, model_folder, tmp_path) -> None:
+    """A limit on file sizes stands for the full disk: the second checkpoint cannot be written, the first remains and is resumed."""
+    arguments = options(jsonl(64), model_folder, tmp_path / "run", epochs=3, keep_checkpoints=1)
+    script = (
+        "import resource, contaccum.trainer as t, contaccum.cli\n"
+        "save = t.ContAccumTrainer._save_checkpoint\n"
+        "def full(self, *args):\n"
+        "    if self.state.global_step == 8: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"
+        "    save(self, *args)\n"
+        "t.ContAccumTrainer._save_checkpoint = full\n"
+        "contaccum.cli.main()\n"
+    )
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
+    told = run([sys.executable, "-c", script, *command(arguments)[3:]])
+    assert told.returncode == 2
+    assert "error: could not save" in told.stderr
+    assert "Traceback" not in told.stderr
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
+    resumed = run(command({"output": str(tmp_path / "run")}, "--resume"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(read_log(tmp_path / "run" / "log.jsonl")) == 24
+
+
+def test_acl_trains_from_the_compressed_beir_folder(tmp_path) -> None:
+    if not (SHARED / "data" / "acl").exists():
+        pytest.skip("the acl collection is not beside this checkout")
+    config = TrainConfig(
+        data=str(SHARED / "data" / "acl"),
+        model=str(SHARED / "models" / "minilm-l3"),
+        output=str(tmp_path / "run"),
+        limit=64,
+        bank=32,
+        n_total=16,
+        n_local=8,
+        max_seq_length=32,
+        epochs=1,
+        lr=1e-4,
+        save_every=0,
+    )
+    assert train(config)["updates"] == 4
+
+
+def test_memory_limit_says_when_it_cannot_be_enforced(jsonl, model_folder, tmp_path, capsys) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here: the limit is enforced")
+    train(TrainConfig(**options(jsonl(32), model_folder, tmp_path / "run", epochs=1, memory="11GB")))
+    assert "note: the memory limit cannot be enforced: there is no CUDA device here" in capsys.readouterr().out
+
+
+def test_tensorboard_through_report_to(jsonl, model_folder, tmp_path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    train(TrainConfig(**options(jsonl(32), model_folder, tmp_path / "run", epochs=1, report_to="tensorboard", log_every=1)))
+    assert list((tmp_path / "run").rglob("events.out.tfevents*"))
+
+
+@pytest.mark.gpu
+def test_memory_limit_is_enforced_on_cuda(jsonl, model_folder, tmp_path) -> None:
+    arguments = options(jsonl(64), model_folder, tmp_path / "run", memory="30MB", n_total=64, n_local=64, method="dpr", max_seq_length=64)
+    told = run(command(arguments), env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0"})
+    assert told.returncode == 1
+    assert "out of memory" in told.stderr
+    assert "use a smaller --n-local" in told.stderr

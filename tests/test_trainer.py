@@ -1,0 +1,222 @@
+"""`ContAccumTrainer` and `ContAccumCallback`: when banks are reset, aged, saved and left alone; and what else people train with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from torch import Tensor
+
+from conftest import rows
+from contaccum import CachedContAccumLoss, ContAccumCallback, ContAccumLoss, ContAccumTrainer
+from contaccum.trainer import CheckpointError, bank_losses, last_complete_checkpoint
+
+ROUTES = {"query": "query", "positive": "document"}
+
+
+def dataset(count: int = 32) -> Dataset:
+    return Dataset.from_list([{"query": row["query"], "positive": row["positive"]} for row in rows(count)])
+
+
+def arguments(folder: Path, **options: Any) -> SentenceTransformerTrainingArguments:
+    defaults = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "router_mapping": ROUTES,
+    }
+    return SentenceTransformerTrainingArguments(**(defaults | options))
+
+
+def trained(model: SentenceTransformer, folder: Path, trainer_class=ContAccumTrainer, loss=None, data=None, **options: Any):
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    callbacks = options.pop("callbacks", None)
+    eval_dataset = options.pop("eval_dataset", None)
+    resume = options.pop("resume", None)
+    trainer = trainer_class(
+        model=model,
+        args=arguments(folder, **options),
+        train_dataset=dataset() if data is None else data,
+        eval_dataset=eval_dataset,
+        loss=loss or ContAccumLoss(model, bank_size=12),
+        callbacks=callbacks,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    moved = [name for name, p in model.named_parameters() if p.requires_grad and not torch.equal(p, before[name])]
+    assert len(moved) > len(before) / 2, "hardly anything was trained"
+    return trainer
+
+
+def state_of(trainer: Any) -> dict[str, Tensor]:
+    (loss,) = bank_losses(trainer.loss)
+    return {**trainer.model.state_dict(), **{f"bank.{k}": v for k, v in loss.criterion.state_dict().items() if isinstance(v, Tensor)}}
+
+
+def assert_bit_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_evaluation_during_training_leaves_the_bank_untouched(tiny_encoder, tmp_path) -> None:
+    """Without dropout: evaluation draws random numbers of its own."""
+    plain = trained(tiny_encoder(dropout=0.0), tmp_path / "a")
+    evaluated = trained(tiny_encoder(dropout=0.0), tmp_path / "b", eval_dataset=dataset(8), eval_strategy="steps", eval_steps=1)
+    assert any("eval_loss" in line for line in evaluated.state.log_history)
+    assert_bit_equal(state_of(plain), state_of(evaluated))
+
+
+def test_ages_follow_the_true_learning_rate(tiny_encoder, tmp_path) -> None:
+    """Linear decay over four updates: lr/peak is 1, 3/4, 2/4, 1/4. Eight samples an update, the newest twelve in the bank."""
+    trainer = trained(tiny_encoder(), tmp_path)
+    assert trainer.loss.criterion.updates == 4
+    assert trainer.loss.criterion.bank.ages.tolist() == [0.75] * 4 + [0.25] * 8
+
+
+def test_a_skipped_step_is_no_update(tiny_encoder) -> None:
+    loss = ContAccumLoss(tiny_encoder(), bank_size=4)
+    callback = ContAccumCallback(loss)
+    for skipped in (True, False, True):
+        optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}], step_was_skipped=skipped)
+        callback.on_optimizer_step(SimpleNamespace(learning_rate=1.0), None, None, optimizer=optimizer)
+    assert loss.criterion.updates == 1
+
+
+def test_a_new_training_starts_with_an_empty_bank(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    loss = ContAccumLoss(model, bank_size=100)
+    trainer = trained(model, tmp_path, loss=loss)
+    assert len(loss.criterion.bank) == 32
+    trainer.train()
+    assert len(loss.criterion.bank) == 32
+    assert loss.criterion.updates == 4
+
+
+def test_without_past_encoder_the_trainer_empties_the_bank(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    trainer = trained(model, tmp_path, loss=ContAccumLoss(model, bank_size=100, past_encoder=False))
+    assert len(trainer.loss.criterion.bank) == 0
+
+
+@pytest.mark.parametrize("way", ["trainer", "callback"])
+def test_resume_is_bit_equal(tiny_encoder, tmp_path, way) -> None:
+    """With dropout, two epochs, and a checkpoint in the middle of the first."""
+
+    def run(folder: Path, resume: str | None = None):
+        model = tiny_encoder()
+        loss = ContAccumLoss(model, bank_size=12)
+        plain = {"trainer_class": SentenceTransformerTrainer, "callbacks": [ContAccumCallback(loss, checkpoint=resume)]}
+        options = plain if way == "callback" else {}
+        return trained(model, folder, loss=loss, num_train_epochs=2, save_strategy="steps", save_steps=3, resume=resume, **options)
+
+    whole = run(tmp_path / "whole")
+    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"))
+    assert_bit_equal(state_of(whole), state_of(resumed))
+
+
+def test_a_checkpoint_without_a_bank_is_refused(tiny_encoder, tmp_path) -> None:
+    trained(tiny_encoder(), tmp_path, trainer_class=SentenceTransformerTrainer, save_strategy="steps", save_steps=2)
+    with pytest.raises(CheckpointError, match=r"has no contaccum_state.pt"):
+        trained(tiny_encoder(), tmp_path, resume=True)
+
+
+def test_incomplete_checkpoints_are_passed_over(tmp_path) -> None:
+    for step, state in ((2, "{}"), (10, "{}"), (12, '{"global_st'), (14, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    assert last_complete_checkpoint(tmp_path).name == "checkpoint-10"
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        last_complete_checkpoint(tmp_path / "checkpoint-2")
+
+
+def test_short_last_micro_batch(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    loss = ContAccumLoss(model, bank_size=100)
+    trained(model, tmp_path, loss=loss, data=dataset(27))
+    assert len(loss.criterion.bank) == 27
+
+
+def test_auto_find_batch_size_starts_over_with_an_empty_bank(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+
+    class OutOfMemoryOnce(ContAccumLoss):
+        calls = 0
+
+        def forward(self, *args: Any) -> Tensor:
+            self.calls += 1
+            if self.calls == 3:
+                raise RuntimeError("CUDA out of memory.")
+            return super().forward(*args)
+
+    loss = OutOfMemoryOnce(model, bank_size=100)
+    trainer = trained(model, tmp_path, loss=loss, auto_find_batch_size=True)
+    assert trainer._train_batch_size < 4
+    assert len(loss.criterion.bank) == 32
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "qwen"])
+@pytest.mark.parametrize("loss_class", [ContAccumLoss, CachedContAccumLoss])
+def test_model_families_train_and_learn(tiny_encoder, tmp_path, family, loss_class) -> None:
+    model = tiny_encoder(family, dropout=0.0)
+    losses: list[float] = []
+    loss = loss_class(model, bank_size=16)
+    loss.criterion.observers.append(lambda step: losses.append(step.loss.item()))
+    trained(model, tmp_path, loss=loss, num_train_epochs=8, learning_rate=3e-3)
+    full = losses[8:]  # from here on the bank is full
+    assert sum(full[-8:]) < 0.8 * sum(full[:8])
+
+
+def test_lora(tiny_encoder, tmp_path) -> None:
+    from peft import LoraConfig, TaskType
+
+    model = tiny_encoder(tied=True)
+    model.add_adapter(LoraConfig(task_type=TaskType.FEATURE_EXTRACTION, r=2, target_modules=["query", "value"]))
+    trained(model, tmp_path, router_mapping={})
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trainable
+    assert all("lora" in name for name in trainable)
+
+
+def test_gradient_checkpointing_changes_no_gradient(tiny_encoder, tmp_path) -> None:
+    plain = trained(tiny_encoder(), tmp_path / "a", optim="sgd")
+    checkpointed = trained(tiny_encoder(), tmp_path / "b", optim="sgd", gradient_checkpointing=True)
+    a, b = state_of(plain), state_of(checkpointed)
+    assert all(torch.allclose(a[name].float(), b[name].float(), rtol=1e-4, atol=1e-6) for name in a)
+
+
+def test_torch_compile(tiny_encoder, tmp_path) -> None:
+    """Traced and run eagerly: the code generator would take a minute and is not ours."""
+    plain = trained(tiny_encoder(dropout=0.0), tmp_path / "a", optim="sgd")
+    compiled = trained(tiny_encoder(dropout=0.0), tmp_path / "b", optim="sgd", torch_compile=True, torch_compile_backend="aot_eager")
+    a, b = state_of(plain), state_of(compiled)
+    assert all(torch.allclose(a[name].float(), b[name].float(), rtol=1e-4, atol=1e-6) for name in a)
+
+
+def test_several_data_sets_with_a_bank_each(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    losses = {"a": ContAccumLoss(model, bank_size=100), "b": ContAccumLoss(model, bank_size=100)}
+    data = {"a": dataset(32), "b": dataset(16)}
+    trained(model, tmp_path, loss=losses, data=data)
+    assert [len(loss.criterion.bank) for loss in losses.values()] == [32, 16]
+
+
+@pytest.mark.gpu
+def test_fp16_overflow_steps_leave_a_clean_bank(tiny_encoder, tmp_path) -> None:
+    """The first scale is too large for this loss, so the first steps overflow and are skipped."""
+    model = tiny_encoder(similarity="dot").to("cuda")
+    loss = ContAccumLoss(model, bank_size=16, scale=50.0)
+    trainer = trained(model, tmp_path, loss=loss, fp16=True, use_cpu=False, num_train_epochs=6)
+    assert 0 < loss.criterion.updates < trainer.state.global_step
+    assert torch.isfinite(loss.criterion.bank.queries).all()
