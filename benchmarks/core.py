@@ -53,17 +53,23 @@ def main() -> None:
         for bank in args.bank:
             cell = {"bank": bank, "n": n, "d": args.d, "h": args.h, "device": args.device, "seconds": args.seconds}
             incremental = run_cell({**cell, "way": "incremental"})
-            fits = full_matrix_bytes(**cell) < memory_bytes(args.device)
-            full = run_cell({**cell, "way": "full"}) if fits else None
+            if incremental is None:
+                raise SystemExit(f"a bank of {bank:,} does not fit in this device's memory")
+            full = run_cell({**cell, "way": "full"}) if may_fit(**cell) else None
             rows.append({**cell, "incremental": incremental, "full": full})
             print(table_row(bank, n, incremental, full), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"provenance": provenance(seed=SEED), "cells": rows}, indent=1) + "\n")
 
 
-def run_cell(cell: dict[str, Any]) -> dict[str, float]:
-    command = [sys.executable, __file__, "--cell", json.dumps(cell)]
-    result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+def run_cell(cell: dict[str, Any]) -> dict[str, float] | None:
+    """The figures of one cell, measured in a process of its own; None where memory runs out."""
+    done = subprocess.run([sys.executable, __file__, "--cell", json.dumps(cell)], capture_output=True, text=True)
+    if done.returncode and "out of memory" in done.stderr:
+        return None
+    if done.returncode:
+        raise SystemExit(f"cell {cell} failed:\n{done.stderr}")
+    result: dict[str, float] = json.loads(done.stdout)
     return result
 
 
@@ -114,14 +120,10 @@ def full_matrix_step(bank: int, h: int, d: int, leaves: list[Tensor], device: st
     return step
 
 
-def full_matrix_bytes(bank: int, n: int, h: int, **_: Any) -> int:
-    return MATRIX_COPIES * 4 * (bank + n) ** 2 * (1 + h)
-
-
-def memory_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def may_fit(bank: int, n: int, h: int, device: str, **_: Any) -> bool:
+    """A CUDA device says by itself when it does not; a machine that swaps is better not asked."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return device == "cuda" or MATRIX_COPIES * 4 * (bank + n) ** 2 * (1 + h) < available
 
 
 def synchronise(device: str) -> None:

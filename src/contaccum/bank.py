@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contaccum.infonce import Blocks, Columns, Past, Rows, score_block
-from contaccum.table import LazyBuffers, LogSumTable
+from contaccum.table import LazyBuffers, LogSumTable, write_ring
 
 _CHUNK_SCORES = 4_194_304  # scores held at a time when a group is scored anew
 
@@ -22,9 +22,17 @@ class _Arrivals:
     rows: Rows
     columns: Columns
     positive_scores: Tensor  # (n,)
-    old_rows_log_sums: Tensor | None  # (r, n) each bank row over each new tuple
-    new_rows_log_sums: Tensor | None  # (n, m + n) each new row over each banked, then each new tuple
+    log_sums: _LogSums | None  # None where no query bank is kept
     finite: _Finite
+
+
+@dataclass(frozen=True)
+class _LogSums:
+    """What the table of log-sums must know of a micro-batch, each over the passages of one tuple."""
+
+    old_over_new: Tensor | None  # (r, n) bank rows over new tuples
+    new_over_old: Tensor | None  # (n, m) new rows over bank tuples
+    new_over_new: Tensor  # (n, n)
 
 
 class DualBank(LazyBuffers):
@@ -149,8 +157,8 @@ class DualBank(LazyBuffers):
             rows, columns, blocks = self._as_stored(rows, columns, past, blocks)
             positives = blocks.current_current[:, :, 0].diagonal().clone()
             with_rows = self.use_queries and self.query_size > 0
-            by_old, by_new = self._log_sums(columns, blocks) if with_rows else (None, None)
-            self._arrivals = _Arrivals(rows, columns, positives, by_old, by_new, finite)
+            log_sums = _log_sums(blocks, columns.passages.shape[1]) if with_rows else None
+            self._arrivals = _Arrivals(rows, columns, positives, log_sums, finite)
 
     def advance(self, age: float) -> None:
         """All tuples held grow older by `age`."""
@@ -188,15 +196,6 @@ class DualBank(LazyBuffers):
             ),
         )
 
-    @staticmethod
-    def _log_sums(columns: Columns, blocks: Blocks) -> tuple[Tensor | None, Tensor]:
-        """What the log-sum table needs to know of the new tuples, over the passages that are banked."""
-        banked = columns.passages.shape[1]
-        over_new = blocks.current_current[..., :banked].logsumexp(2)  # (n, n)
-        over_old = over_new[:, :0] if blocks.current_bank is None else blocks.current_bank.logsumexp(2)  # (n, m)
-        by_old = None if blocks.bank_current is None else blocks.bank_current[..., :banked].logsumexp(2)  # (r, n)
-        return by_old, torch.cat([over_old, over_new], dim=1)
-
     def _settle(self) -> None:
         """Let the waiting micro-batch enter, if it is finite."""
         arrivals, self._arrivals = self._arrivals, None
@@ -205,41 +204,42 @@ class DualBank(LazyBuffers):
                 self._enter(arrivals)
 
     def _enter(self, new: _Arrivals) -> None:
-        n, m = len(new.columns), min(self._count, self.size)
+        n, m, r = len(new.columns), min(self._count, self.size), self._filled_rows()
+        self._count += n
         kept = min(n, self.size)
-        start, self._count = (self._count + n - kept) % self.size, self._count + n
-        slots = new.columns.ids[-kept:] % self.size
-        _write(self._passages, slots, new.columns.passages)
-        _write(self._column_ids, slots, new.columns.ids)
-        _write(self._column_query_keys, slots, new.columns.query_keys)
-        _write(self._passage_keys, slots, new.columns.passage_keys)
-        self._ages[slots] = 0.0
-        if new.new_rows_log_sums is None:
+        start = (self._count - kept) % self.size
+        _write(self._passages, start, new.columns.passages, kept)
+        _write(self._column_ids, start, new.columns.ids, kept)
+        _write(self._column_query_keys, start, new.columns.query_keys, kept)
+        _write(self._passage_keys, start, new.columns.passage_keys, kept)
+        write_ring(self._ages, start, self._ages.new_zeros(kept))
+        if new.log_sums is None:
             return
-        if new.old_rows_log_sums is not None:
-            rows = len(new.old_rows_log_sums)
-            values = new.old_rows_log_sums[:, -kept:]
-            self.table.write_columns(start, values, len(self), lambda a, b: self._rescore(rows, self._columns(a, b)))
-        self._enter_rows(new, new.new_rows_log_sums, slots, m)
+        if new.log_sums.old_over_new is not None:
+            values = new.log_sums.old_over_new[:, -kept:]
+            self.table.write_columns(start, values, len(self), lambda a, b: self._rescore(r, self._columns(a, b)))
+        self._enter_rows(new, new.log_sums, m, start, kept)
 
-    def _enter_rows(self, new: _Arrivals, log_sums: Tensor, column_slots: Tensor, m: int) -> None:
-        row_slots = new.rows.ids[-min(len(new.rows), self.query_size) :] % self.query_size
-        _write(self._queries, row_slots, new.rows.queries)
-        _write(self._row_ids, row_slots, new.rows.ids)
-        _write(self._row_query_keys, row_slots, new.rows.query_keys)
-        _write(self._positive_keys, row_slots, new.rows.positive_keys)
-        _write(self._positive_scores, row_slots, new.positive_scores)
-        over_slots = log_sums.new_full((len(row_slots), self.size), -torch.inf)
-        over_slots[:, :m] = log_sums[-len(row_slots) :, :m]
-        over_slots[:, column_slots] = log_sums[-len(row_slots) :, -len(column_slots) :]
-        self.table.write_rows(row_slots, over_slots)
+    def _enter_rows(self, new: _Arrivals, log_sums: _LogSums, m: int, column_start: int, kept_columns: int) -> None:
+        kept = min(len(new.rows), self.query_size)
+        start = (self._count - kept) % self.query_size
+        _write(self._queries, start, new.rows.queries, kept)
+        _write(self._row_ids, start, new.rows.ids, kept)
+        _write(self._row_query_keys, start, new.rows.query_keys, kept)
+        _write(self._positive_keys, start, new.rows.positive_keys, kept)
+        _write(self._positive_scores, start, new.positive_scores, kept)
+        over_slots = self.table.blank_rows(kept)
+        if log_sums.new_over_old is not None:
+            over_slots[:, :m] = log_sums.new_over_old[-kept:]
+        write_ring(over_slots[:, : self.size].T, column_start, log_sums.new_over_new[-kept:, -kept_columns:].T)
+        self.table.write_rows(start, over_slots)
 
     def _rescore(self, rows: int, columns: Columns) -> Tensor:
         """(rows, m) log-sums of the first rows over each tuple, a bounded number of scores at a time."""
         step = max(1, _CHUNK_SCORES // columns.passages[..., 0].numel())
         parts = [self._rows(i, min(i + step, rows)) for i in range(0, rows, step)]
         with torch.autocast(columns.passages.device.type, enabled=False):
-            return torch.cat([score_block(part, columns, self.scale).logsumexp(2) for part in parts])
+            return torch.cat([_over_passages(score_block(part, columns, self.scale)) for part in parts])
 
     # Allocation and state --------------------------------------------------------------------------------------------
 
@@ -323,7 +323,26 @@ def _part(keys: Tensor | None, part: slice) -> Tensor | None:
     return None if keys is None else keys[part]
 
 
-def _write(ring: Tensor | None, slots: Tensor, values: Tensor | None) -> None:
-    """The newest of `values` into `slots`."""
-    if ring is not None and values is not None and len(slots):
-        ring[slots] = values[-len(slots) :].to(ring.dtype)
+def _write(ring: Tensor | None, start: int, values: Tensor | None, kept: int) -> None:
+    """The newest `kept` of `values` into the ring, where there is one."""
+    if ring is not None and values is not None:
+        write_ring(ring, start, values[-kept:])
+
+
+def _log_sums(blocks: Blocks, banked: int) -> _LogSums:
+    """Over the first `banked` passages of each tuple: those that enter the bank."""
+    old, new = blocks.bank_current, blocks.current_bank
+    return _LogSums(
+        old_over_new=None if old is None else _over_passages(old[..., :banked]),
+        new_over_old=None if new is None else _over_passages(new),
+        new_over_new=_over_passages(blocks.current_current[..., :banked]),
+    )
+
+
+def _over_passages(scores: Tensor) -> Tensor:
+    """logsumexp over the last dimension, which mostly has one or two entries."""
+    if scores.shape[-1] == 1:
+        return scores.squeeze(-1)
+    if scores.shape[-1] == 2:
+        return torch.logaddexp(scores[..., 0], scores[..., 1])
+    return scores.logsumexp(-1)

@@ -82,10 +82,11 @@ class Blocks:
     bank_current: Tensor | None  # (r, n, c)
 
 
-def duplicate_mask(rows: Rows, columns: Columns) -> Tensor | None:
+def duplicate_mask(rows: Rows, columns: Columns, share_tuples: bool = True) -> Tensor | None:
     """True where a column must not count as a negative of a row: (r, m, c), or None where no keys are known.
 
-    That is a passage equal to the row's positive, or the positive of an identical query; never the row's own positive.
+    That is a passage equal to the row's positive, or the positive of an identical query; never the row's own positive. Where rows and
+    columns are known not to `share_tuples`, there is no such to look for.
     """
     mask = None
     if rows.positive_keys is not None and columns.passage_keys is not None:
@@ -94,15 +95,15 @@ def duplicate_mask(rows: Rows, columns: Columns) -> Tensor | None:
         if mask is None:
             mask = torch.zeros((len(rows), *columns.passages.shape[:2]), dtype=torch.bool, device=columns.passages.device)
         mask[:, :, 0] |= rows.query_keys[:, None] == columns.query_keys
-    if mask is not None:
+    if mask is not None and share_tuples:
         mask[:, :, 0] &= rows.ids[:, None] != columns.ids
     return mask
 
 
-def score_block(rows: Rows, columns: Columns, scale: float) -> Tensor:
+def score_block(rows: Rows, columns: Columns, scale: float, share_tuples: bool = True) -> Tensor:
     """Masked scores of every row with every passage: (r, m, c)."""
     scores = _products(rows.queries, columns.passages.flatten(0, 1)).mul_(scale).view(len(rows), *columns.passages.shape[:2])
-    mask = duplicate_mask(rows, columns)
+    mask = duplicate_mask(rows, columns, share_tuples)
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
 
 
@@ -138,26 +139,23 @@ def dual_bank_infonce(
         n, r = len(rows), 0 if past is None else len(past.rows)
         weight = 1.0 / _denominator(n, r, reduction)
 
-        # Current rows: softmax over current and banked columns.
-        log_sums = blocks.current_current.flatten(1).logsumexp(1)  # (n,)
-        if blocks.current_bank is not None:
-            log_sums = torch.logaddexp(log_sums, blocks.current_bank.flatten(1).logsumexp(1))
-        softmax = (blocks.current_current - log_sums[:, None, None]).exp_()  # (n, n, c)
-        loss_sum = (log_sums - blocks.current_current[:, :, 0].diagonal()).sum()
+        # Current rows: softmax over current, then banked columns.
+        own = blocks.current_current.flatten(1)  # (n, n * c)
+        log_softmax = (own if blocks.current_bank is None else torch.cat([own, blocks.current_bank.flatten(1)], 1)).log_softmax(1)
+        loss_sum = -log_softmax[:, : own.shape[1]].view_as(blocks.current_current)[:, :, 0].diagonal().sum()
+        softmax = log_softmax.exp_()
         flat_passages = columns.passages.flatten(0, 1)  # (n * c, d)
-        grad_queries = softmax.flatten(1) @ flat_passages - columns.passages[:, 0]
-        grad_passages = (softmax.flatten(1).T @ rows.queries).view_as(columns.passages)
+        grad_queries = softmax[:, : len(flat_passages)] @ flat_passages - columns.passages[:, 0]
+        grad_passages = (softmax[:, : len(flat_passages)].T @ rows.queries).view_as(columns.passages)
         grad_passages[:, 0] -= rows.queries
         if past is not None and blocks.current_bank is not None:
-            bank_softmax = (blocks.current_bank - log_sums[:, None, None]).exp_()  # (n, m, c')
-            grad_queries += _weighted_sums(bank_softmax.flatten(1), past.columns.passages.flatten(0, 1))
+            grad_queries += _weighted_sums(softmax[:, len(flat_passages) :], past.columns.passages.flatten(0, 1))
 
         # Bank rows: constant but for the current columns. This is what keeps the two towers balanced.
         if past is not None and blocks.bank_current is not None:
-            log_sums = torch.logaddexp(past.log_sums, blocks.bank_current.flatten(1).logsumexp(1))  # (r,)
-            loss_sum = loss_sum + (log_sums - past.positive_scores).sum()
-            softmax = (blocks.bank_current - log_sums[:, None, None]).exp_()  # (r, n, c)
-            grad_passages += _weighted_sums(softmax.flatten(1).T, past.rows.queries).view_as(columns.passages)
+            log_softmax = torch.cat([past.log_sums[:, None], blocks.bank_current.flatten(1)], 1).log_softmax(1)  # (r, 1 + n * c)
+            loss_sum = loss_sum + (past.log_sums - log_softmax[:, 0] - past.positive_scores).sum()
+            grad_passages += _weighted_sums(log_softmax[:, 1:].exp().T, past.rows.queries).view_as(columns.passages)
 
         gradients = Gradients(grad_queries.mul_(scale * weight), grad_passages.mul_(scale * weight))
         return loss_sum * weight, gradients, blocks
@@ -185,8 +183,8 @@ class _KnownGradients(torch.autograd.Function):
 def _score_blocks(rows: Rows, columns: Columns, past: Past | None, scale: float) -> Blocks:
     return Blocks(
         current_current=score_block(rows, columns, scale),
-        current_bank=score_block(rows, past.columns, scale) if past is not None and len(past.columns) else None,
-        bank_current=score_block(past.rows, columns, scale) if past is not None and len(past.rows) else None,
+        current_bank=score_block(rows, past.columns, scale, False) if past is not None and len(past.columns) else None,
+        bank_current=score_block(past.rows, columns, scale, False) if past is not None and len(past.rows) else None,
     )
 
 

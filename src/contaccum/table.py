@@ -20,6 +20,14 @@ class LazyBuffers(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def write_ring(ring: Tensor, start: int, values: Tensor) -> None:
+    """`values` into the slots start, start + 1, ... of dim 0, going round at its end. At most as many as there are slots."""
+    first = min(len(values), len(ring) - start)
+    ring[start : start + first] = values[:first]
+    if first < len(values):
+        ring[: len(values) - first] = values[first:]
+
+
 class LogSumTable(LazyBuffers):
     """`log_sums()[i]` equals the logsumexp of row i over all columns, for a ring of `columns` slots.
 
@@ -76,13 +84,16 @@ class LogSumTable(LazyBuffers):
             self.coarse[:rows, group] = self.fine[:rows].logsumexp(1)
             done += end - begin
 
-    def write_rows(self, slots: Tensor, values: Tensor) -> None:
-        """Replace whole rows: `values` (k, columns) is their logsumexp over each column slot, -inf where it is empty."""
-        padded = nn.functional.pad(values, (0, self.groups * self.group_size - self.columns), value=-torch.inf)
-        grouped = padded.unflatten(1, (self.groups, self.group_size))
-        self.coarse[slots] = grouped.logsumexp(2)
+    def blank_rows(self, count: int) -> Tensor:
+        """(count, slots) of -inf: rows over empty columns, to be filled and written. Has room for whole groups."""
+        return self.coarse.new_full((count, self.groups * self.group_size), -torch.inf)
+
+    def write_rows(self, start: int, values: Tensor) -> None:
+        """Replace whole rows from row slot `start` on (cyclic): `values`, as from `blank_rows`, is their logsumexp over each column slot."""
+        grouped = values.view(-1, self.groups, self.group_size)
+        write_ring(self.coarse, start, grouped.logsumexp(2))
         if self.open_group is not None:
-            self.fine[slots] = grouped[:, self.open_group]
+            write_ring(self.fine, start, grouped[:, self.open_group])
 
     def _open(self, group: int, begin: int, end: int, rows: int, filled: int, rescore: Callable[[int, int], Tensor]) -> None:
         """Fill `fine` with what survives in `group` when the slots begin..end are replaced."""
