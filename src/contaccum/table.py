@@ -89,7 +89,7 @@ class LogSumTable(LazyBuffers):
         return self.coarse.new_full((count, self.groups * self.group_size), -torch.inf)
 
     def write_rows(self, start: int, values: Tensor) -> None:
-        """Replace whole rows from row slot `start` on (cyclic): `values`, as from `blank_rows`, is their logsumexp over each column slot."""
+        """Replace whole rows from row slot `start` on (cyclic) by their logsumexp over each slot, laid out as `blank_rows` does."""
         grouped = values.view(-1, self.groups, self.group_size)
         write_ring(self.coarse, start, grouped.logsumexp(2))
         if self.open_group is not None:
