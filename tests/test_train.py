@@ -19,11 +19,12 @@ import yaml
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from contaccum.budget import parse_bytes
+from contaccum.config import TrainConfig, load_config
 from contaccum.data.training import load_training_set, with_hard_negatives
 from contaccum.methods import METHODS, cut
 from contaccum.runlog import read_log
-from contaccum.train import TrainConfig, load_config, train
+from contaccum.sizes import parse_bytes
+from contaccum.train import train
 
 SHARED = Path(__file__).parents[2] / "shared"
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from conftest import rows
 from contaccum import CachedContAccumLoss, ContAccumCallback, ContAccumLoss, ContAccumTrainer
-from contaccum.trainer import CheckpointError, bank_losses, last_complete_checkpoint
+from contaccum.errors import CheckpointError
+from contaccum.trainer import bank_losses, last_complete_checkpoint
 
 ROUTES = {"query": "query", "positive": "document"}
 

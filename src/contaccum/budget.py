@@ -1,20 +1,8 @@
-"""Memory: sizes as people write them, and a limit on the CUDA allocator."""
+"""Memory: hold the CUDA allocator to a limit, and say what was used."""
 
 from __future__ import annotations
 
-import re
-
 import torch
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parse_bytes(text: str) -> int:
-    """ "11GB" -> 11,000,000,000; "11GiB" -> 11,811,160,064."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    if match is None or float(match.group(1)) <= 0:
-        raise ValueError(f"memory {text!r} is not a size; write it as 11GB or 10.5GiB")
-    return int(float(match.group(1)) * _UNITS[match.group(2)])
 
 
 def limit_memory(limit_bytes: int) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
+
+from contaccum.config import TrainConfig, load_config
+from contaccum.errors import CheckpointError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -22,11 +26,7 @@ def root() -> None:
 
 def main() -> None:
     """Entry point of the `contaccum` command."""
-    from transformers.utils import logging
-
-    from contaccum.trainer import CheckpointError
-
-    logging.disable_progress_bar()  # one bar at a time: ours
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # one bar at a time: ours
     try:
         app()
     except (ValueError, CheckpointError) as error:
@@ -71,38 +71,28 @@ def options_of(config: Any) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 def _default(value: Any) -> str:
-    return "" if value in (None, "") else f" [{value}]"
+    return "" if value in (None, "") else f" (default {value})"
 
 
-def add_train() -> None:
-    from contaccum.methods import METHODS
-    from contaccum.train import TrainConfig, load_config
+@app.command("train")
+@options_of(TrainConfig)
+def train(
+    config: Annotated[Optional[Path], typer.Argument(help="YAML of fields; options override it")] = None,  # noqa: UP045
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+    **options: Any,
+) -> None:
+    """Train a retriever. Several processes: torchrun --nproc-per-node 2 -m contaccum train ...
+
+    Example: contaccum train --data acl --model bert-base-uncased --n-total 128 --n-local 8 --bank 1024 --memory 11GB --output runs/first
+    """
     from contaccum.train import train as run_training
 
-    @options_of(TrainConfig)
-    def train(
-        config: Annotated[Optional[Path], typer.Argument(help="YAML of fields; options override it")] = None,  # noqa: UP045
-        resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
-        json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
-        **options: Any,
-    ) -> None:
-        overrides = {name: value for name, value in options.items() if value is not None}
-        if resume and config is None and "output" in overrides and (stored := Path(overrides["output"]) / "config.yaml").exists():
-            config = stored
-        summary = run_training(load_config(config, overrides), resume=resume)
-        if json_:
-            print(json.dumps(summary))
-        else:
-            print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s, loss {summary['final_loss']:.4f}")
-
-    methods = "\n\n".join(f"{name}: {method.summary}." for name, method in METHODS.items())
-    train.__doc__ = f"""Train a retriever.
-
-    Example: contaccum train --data acl --model bert-base-uncased --method contaccum --n-total 128 --n-local 8 --bank 1024 --memory 11GB
-    --output runs/first
-
-    Methods: {methods}"""
-    app.command("train")(train)
-
-
-add_train()
+    overrides = {name: value for name, value in options.items() if value is not None}
+    if resume and config is None and "output" in overrides and (stored := Path(overrides["output"]) / "config.yaml").exists():
+        config = stored
+    summary = run_training(load_config(config, overrides), resume=resume)
+    if json_:
+        print(json.dumps(summary))
+    else:
+        print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s, loss {summary['final_loss']:.4f}")

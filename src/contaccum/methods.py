@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.util import cos_sim, dot_score
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
 
-from contaccum.losses import CachedContAccumLoss, ContAccumLoss
+    from contaccum.losses import ContAccumLoss
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,10 @@ def build_loss(
     **options: Any,
 ) -> ContAccumLoss:
     """The method's loss. `options` are those of `ContAccumLoss`."""
+    from sentence_transformers.util import cos_sim, dot_score
+
+    from contaccum.losses import CachedContAccumLoss, ContAccumLoss
+
     options["similarity_fct"] = {"dot": dot_score, "cosine": cos_sim}[similarity]
     options["bank_size"] = bank_size if method.bank else 0
     options["query_bank_size"] = (query_bank_size if method.query_bank else 0) if method.bank else None

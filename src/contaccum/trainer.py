@@ -15,13 +15,10 @@ from sentence_transformers import SentenceTransformerTrainer
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from contaccum.errors import CheckpointError
 from contaccum.losses import ContAccumLoss
 
 STATE_NAME = "contaccum_state"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which and what to do."""
 
 
 @runtime_checkable

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from contaccum.data.files import DataError, find, open_text, read_jsonl, text_field
+from contaccum.data.files import find, open_text, read_jsonl, text_field
+from contaccum.errors import DataError
 
 
 def is_beir(folder: Path) -> bool:

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from contaccum.errors import DataError
+
 SUFFIXES = ("", ".gz", ".xz")
-
-
-class DataError(ValueError):
-    """A file that cannot be used; the message names it, the place in it and the remedy."""
 
 
 def open_text(path: Path) -> TextIO:

@@ -6,16 +6,26 @@ import random
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, Sequence, Value, load_from_disk
+from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_from_disk
 
 from contaccum.data.beir import is_beir, read_pairs
-from contaccum.data.files import DataError, read_jsonl, text_field
+from contaccum.data.files import read_jsonl, text_field
+from contaccum.errors import DataError
 
-FEATURES = Features({"query": Value("string"), "positive": Value("string"), "negatives": Sequence(Value("string"))})
+# One row per (query, relevant passage). `answers` are the texts, or regular expressions, that a right passage contains; often none are known.
+FEATURES = Features(
+    {
+        "query": Value("string"),
+        "positive": Value("string"),
+        "negatives": Sequence(Value("string")),
+        "answers": Sequence(Value("string")),
+    }
+)
 
 
 def load_training_set(path: str | Path, split: str = "train", limit: int | None = None) -> Dataset:
-    """Columns query, positive, negatives (a list, possibly empty), from a BEIR folder, a JSONL file or a saved `datasets` folder.
+    """Columns query, positive, negatives and answers (lists, possibly empty), from a BEIR folder, a JSONL file or a folder that
+    `contaccum prepare` or `Dataset.save_to_disk` wrote.
 
     A JSONL line holds "query" and "positive", and either "negatives" (a list) or "negative" (a text).
     """
@@ -24,25 +34,34 @@ def load_training_set(path: str | Path, split: str = "train", limit: int | None 
         raise DataError(f"{path} does not exist; give a BEIR folder, a .jsonl file or a folder written by Dataset.save_to_disk")
     if is_beir(path):
         pairs = read_pairs(path, split)
-        columns = {"query": [q for q, _ in pairs], "positive": [p for _, p in pairs], "negatives": [[] for _ in pairs]}
-        dataset = Dataset.from_dict(columns, features=FEATURES)
+        dataset = as_table({"query": [q for q, _ in pairs], "positive": [p for _, p in pairs]})
     elif path.is_dir():
-        dataset = _saved(path)
+        dataset = _saved(path, split)
     else:
         dataset = _from_jsonl(path)
     return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 
 
-def _saved(folder: Path) -> Dataset:
+def as_table(columns: dict[str, list[Any]]) -> Dataset:
+    """A training set from its columns; lists that are missing are empty."""
+    empty: list[list[str]] = [[] for _ in columns["query"]]
+    return Dataset.from_dict({name: columns.get(name, empty) for name in FEATURES}, features=FEATURES)
+
+
+def _saved(folder: Path, split: str) -> Dataset:
     try:
         dataset = load_from_disk(str(folder))
     except (FileNotFoundError, OSError) as error:
         raise DataError(f"{folder} is neither a BEIR folder (no corpus.jsonl) nor a saved data set ({error})") from error
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise DataError(f"{folder} has no split {split!r}; it has {', '.join(dataset)}")
+        dataset = dataset[split]
     if missing := {"query", "positive"} - set(dataset.column_names):
         raise DataError(f"{folder} has no column {', '.join(sorted(missing))}; it has {', '.join(dataset.column_names)}")
-    if "negatives" not in dataset.column_names:
-        dataset = dataset.add_column("negatives", [[] for _ in range(len(dataset))])
-    return dataset.select_columns(["query", "positive", "negatives"]).cast(FEATURES)
+    for name in set(FEATURES) - set(dataset.column_names):
+        dataset = dataset.add_column(name, [[] for _ in range(len(dataset))])
+    return dataset.select_columns(list(FEATURES)).cast(FEATURES)
 
 
 def _from_jsonl(path: Path) -> Dataset:
@@ -56,7 +75,7 @@ def _from_jsonl(path: Path) -> Dataset:
         columns["negatives"].append(negatives)
     if not columns["query"]:
         raise DataError(f"{path} is empty")
-    return Dataset.from_dict(columns, features=FEATURES)
+    return as_table(columns)
 
 
 def with_hard_negatives(dataset: Dataset, hard_negatives: int, seed: int) -> tuple[Dataset, DrawNegatives | None]:

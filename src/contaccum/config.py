@@ -1,0 +1,125 @@
+"""What decides a training run: one flat configuration, from YAML, with every field overridable. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contaccum.methods import METHODS, get_method
+from contaccum.sizes import parse_bytes
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+def option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All that decides a run. The defaults are the paper's settings for Natural Questions, but for the model's and data's names."""
+
+    data: str = option("", "training set: a BEIR folder, a .jsonl file or a saved data set")
+    output: str = option("", "run folder to write")
+    model: str = option("bert-base-uncased", "hub name, model folder, folder with a pair of encoders, or DPR checkpoint")
+    passage_model: str | None = option(None, "the passage tower's source, where it is another")
+    tokenizer: str | None = option(None, "the tokenizer's source, where the model has none")
+    tied: bool = option(False, "one tower for queries and passages")
+    pooling: str = option("cls", "cls, mean or lasttoken")
+    similarity: str = option("dot", "dot or cosine")
+    scale: float | None = option(None, "factor on the similarity; left out: 1 for dot, 20 for cosine")
+    max_seq_length: int = option(256, "tokens per text")
+    method: str = option("contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
+    n_total: int = option(128, "samples per update, over all processes")
+    n_local: int = option(8, "samples whose activations fit in memory at once, per process")
+    bank: int = option(2048, "tuples in the bank")
+    query_bank: int | None = option(None, "queries in the bank, where fewer")
+    start_update: int = option(0, "updates before which there is no bank")
+    query_bank_stop_update: int | None = option(None, "update from which on the query bank is off")
+    cache_hard_negatives: bool = option(True, "bank hard negatives too")
+    mask_duplicates: bool = option(True, "equal texts are never each other's negatives")
+    reduction: str = option("paper", "paper or local")
+    bank_dtype: str | None = option(None, "precision of the bank: float32 or bfloat16")
+    hard_negatives: int | None = option(None, "hard negatives per query, drawn anew each epoch; left out: 1 where the data has them")
+    epochs: float = option(40, "passes over the data")
+    max_updates: int | None = option(None, "stop after this many updates instead")
+    lr: float = option(2e-5, "peak learning rate")
+    warmup_updates: int = option(1237, "updates of linear warm-up; a tenth of the run where it is shorter than that")
+    weight_decay: float = option(0.0, "AdamW's weight decay")
+    adam_eps: float = option(1e-8, "AdamW's epsilon")
+    max_grad_norm: float = option(2.0, "gradient clipping; 0: none")
+    precision: str = option("fp32", "fp32, bf16 or fp16 (autocast)")
+    memory: str | None = option(None, "hold the CUDA allocator to this, as 11GB")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
+    torch_compile: bool = option(False, "compile the towers")
+    seed: int = option(42, "seed of weights, order, dropout and drawn negatives")
+    split: str = option("train", "split of a BEIR folder to train on")
+    limit: int | None = option(None, "train on the first so many rows")
+    save_every: int = option(500, "updates between checkpoints; 0: none")
+    keep_checkpoints: int = option(2, "checkpoints kept")
+    log_every: int = option(10, "updates between writes to the log")
+    workers: int = option(0, "processes that tokenise ahead")
+    report_to: str = option("none", "none, tensorboard, wandb, ...")
+
+    def check(self) -> None:
+        """ValueError that names the first value that cannot be."""
+        import torch
+
+        if not self.data:
+            raise ValueError("no training set: give --data")
+        if not self.output:
+            raise ValueError("no run folder: give --output")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+        if self.bank_dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"bank_dtype {self.bank_dtype!r} is unknown; choose float32 or bfloat16")
+        for name in ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        for name in ("bank", "warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 or more")
+        if self.precision == "fp16" and not torch.cuda.is_available():
+            raise ValueError("precision fp16 needs a CUDA device; use bf16 or fp32")
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
+        get_method(self.method)
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+
+def load_config(file: str | Path | None, overrides: dict[str, Any]) -> TrainConfig:
+    """A YAML of fields, if given, with single ones overridden."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"{file} cannot be read as YAML: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} must hold fields and values, as 'lr: 2.0e-5'")
+    known = {f.name: f for f in fields(TrainConfig)}
+    values = {**values, **overrides}
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f"{file or 'the configuration'} has an unknown field {unknown[0]!r}; known are {', '.join(known)}")
+    return TrainConfig(**{name: _coerce(name, value, str(known[name].type)) for name, value in values.items()})
+
+
+def _coerce(name: str, value: Any, kind: str) -> Any:
+    """YAML reads 2e-5 as a text and 40 as a whole number; everything else must have its type."""
+    if value is None and "None" in kind:
+        return None
+    base = kind.replace(" | None", "")
+    try:
+        if base == "float" and not isinstance(value, bool):
+            return float(value)
+        if base == "int" and not isinstance(value, bool) and int(value) == float(value):
+            return int(value)
+    except (TypeError, ValueError):
+        pass
+    if (base == "bool" and isinstance(value, bool)) or (base == "str" and isinstance(value, str)):
+        return value
+    raise ValueError(f"{name}={value!r} is not of type {base}")

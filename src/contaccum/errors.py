@@ -1,0 +1,9 @@
+"""Errors whose message is meant for the user: what, where and the remedy, in one line."""
+
+
+class DataError(ValueError):
+    """A file that cannot be used; the message names it, the place in it and the remedy."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or model that could not be written or read; the message says which and what to do."""
