@@ -12,7 +12,7 @@ from contaccum.data.beir import is_beir, read_pairs
 from contaccum.data.files import read_jsonl, text_field
 from contaccum.errors import DataError
 
-# One row per (query, relevant passage). `answers` are the texts, or regular expressions, that a right passage contains; often none are known.
+# One row per (query, relevant passage). `answers` are texts, or regular expressions, that a right passage contains; often none are known.
 FEATURES = Features(
     {
         "query": Value("string"),
