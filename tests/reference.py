@@ -36,6 +36,7 @@ class ReferenceInfoNCE:
         start_update: int = 0,
         query_bank_stop_update: int | None = None,
         bank_dtype: torch.dtype | None = None,
+        drift_correction: str | None = None,
     ) -> None:
         self.bank_size = bank_size
         self.query_bank_size = bank_size if query_bank_size is None else query_bank_size
@@ -43,6 +44,9 @@ class ReferenceInfoNCE:
         self.past_encoder, self.cache_hard_negatives, self.mask_duplicates = past_encoder, cache_hard_negatives, mask_duplicates
         self.start_update, self.query_bank_stop_update = start_update, query_bank_stop_update
         self.bank_dtype = bank_dtype
+        self.drift_correction = drift_correction
+        self.recent: list[Tuple] = []  # all tuples seen, uncorrected
+        self.window, self.in_update = 128, 0  # samples that a mean is taken over; samples since the last update
         self.bank: list[Tuple] = []  # oldest first
         self.updates = 0
 
@@ -66,12 +70,15 @@ class ReferenceInfoNCE:
 
         active = self.updates >= self.start_update
         bank = self.bank if active else []
+        if self.drift_correction == "mean" and active and self.bank_size:
+            self.recent, self.in_update = [*self.recent, *current], self.in_update + len(current)
+            bank = [self._moved(t, +1) for t in bank]
         query_bank_on = self.query_bank_stop_update is None or self.updates < self.query_bank_stop_update
         bank_rows = bank[max(0, len(bank) - self.query_bank_size) :] if query_bank_on and self.query_bank_size else []
         rows = [*current, *bank_rows]
         total = sum(self._row_loss(row, [*current, *bank]) for row in rows)
         if active and self.bank_size:
-            self.bank = [*self.bank, *(self._stored(t) for t in current)][-self.bank_size :]
+            self.bank = [*self.bank, *(self._stored(self._moved(t, -1)) for t in current)][-self.bank_size :]
         return total / (len(rows) if self.reduction == "paper" else len(current))
 
     def _row_loss(self, row: Tuple, tuples: list[Tuple]) -> Tensor:
@@ -88,6 +95,22 @@ class ReferenceInfoNCE:
                 scores.append(score)
         return torch.stack(scores).logsumexp(0) - positive
 
+    def _moved(self, t: Tuple, sign: int) -> Tuple:
+        """With the present means added (and unit length again) or taken off."""
+        if self.drift_correction is None:
+            return t
+        window = self.recent[-self.window :]
+        means = [torch.stack([w.query.detach() for w in window]).mean(0), torch.stack([w.passages[0].detach() for w in window]).mean(0)]
+        if len(window[0].passages) > 1 and self.cache_hard_negatives:
+            means += [torch.stack([p.detach() for w in window for p in w.passages[1:]]).mean(0)] * (len(window[0].passages) - 1)
+
+        def move(vector: Tensor, mean: Tensor) -> Tensor:
+            vector = vector.detach() + sign * mean
+            return vector / vector.norm() if self.similarity == "cosine" and sign > 0 else vector
+
+        passages = [move(p, mean) for p, mean in zip(t.passages, means[1:], strict=False)]
+        return Tuple(move(t.query, means[0]), passages, t.query_key, t.passage_keys, t.age)
+
     def _stored(self, t: Tuple) -> Tuple:
         def store(vector: Tensor) -> Tensor:
             vector = vector.detach().clone()
@@ -98,7 +121,9 @@ class ReferenceInfoNCE:
 
     def after_update(self, lr_fraction: float = 1.0) -> None:
         self.updates += 1
+        if self.past_encoder:
+            self.window, self.in_update = self.in_update or self.window, 0
         for t in self.bank:
             t.age += lr_fraction
         if not self.past_encoder:
-            self.bank = []
+            self.bank, self.recent, self.window, self.in_update = [], [], 128, 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.util import dot_score
 from torch import Tensor
 
 from conftest import rows
@@ -216,8 +217,8 @@ def test_several_data_sets_with_a_bank_each(tiny_encoder, tmp_path) -> None:
 @pytest.mark.gpu
 def test_fp16_overflow_steps_leave_a_clean_bank(tiny_encoder, tmp_path) -> None:
     """The first scale is too large for this loss, so the first steps overflow and are skipped."""
-    model = tiny_encoder(similarity="dot").to("cuda")
-    loss = ContAccumLoss(model, bank_size=16, scale=50.0)
+    model = tiny_encoder().to("cuda")
+    loss = ContAccumLoss(model, scale=1000.0, similarity_fct=dot_score, bank_size=16)
     trainer = trained(model, tmp_path, loss=loss, fp16=True, use_cpu=False, num_train_epochs=6)
     assert 0 < loss.criterion.updates < trainer.state.global_step
     assert torch.isfinite(loss.criterion.bank.queries).all()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from contaccum.drift import RunningMeans
 from contaccum.infonce import Blocks, Columns, Past, Rows, score_block
 from contaccum.table import LazyBuffers, LogSumTable, write_ring
 
@@ -22,7 +23,8 @@ class _Arrivals:
     rows: Rows
     columns: Columns
     positive_scores: Tensor  # (n,)
-    log_sums: _LogSums | None  # None where no query bank is kept
+    log_sums: _LogSums | None  # None where no table is kept
+    uncorrected: tuple[Tensor, Tensor] | None  # queries and passages before a mean was taken off
     finite: _Finite
 
 
@@ -43,6 +45,9 @@ class DualBank(LazyBuffers):
 
     A pushed micro-batch with NaN or infinite vectors does not enter. The verdict crosses from the device asynchronously and is read
     at the next use of the bank, one micro-step later, when it has long arrived; the device never drains its queue for it.
+
+    With `means`, entries are stored without the mean of their time and read with the present one (see `contaccum.drift`), then scaled to
+    unit length if `unit`. All of them change with every micro-step, so scores between them are computed anew each time instead of kept.
     """
 
     _queries: Tensor  # (query_size, d)
@@ -61,7 +66,15 @@ class DualBank(LazyBuffers):
         *("_passages", "_column_ids", "_column_query_keys", "_passage_keys", "_ages"),
     )
 
-    def __init__(self, size: int, query_size: int | None = None, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        query_size: int | None = None,
+        scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+        means: RunningMeans | None = None,
+        unit: bool = False,
+    ) -> None:
         super().__init__()
         query_size = size if query_size is None else query_size
         if size < 0:
@@ -73,7 +86,8 @@ class DualBank(LazyBuffers):
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"bank_dtype={dtype} cannot hold vectors; use torch.float32 or torch.bfloat16")
         self.size, self.query_size, self.scale, self.dtype = size, query_size, scale, dtype
-        self.table = LogSumTable(query_size, size)
+        self.means, self.unit = means, unit
+        self.table = LogSumTable(query_size if means is None else 0, size)
         self.use_queries = True  # False: the query bank is switched off for good, passages go on
         self._count = 0
         self._arrivals: _Arrivals | None = None
@@ -96,12 +110,12 @@ class DualBank(LazyBuffers):
     def queries(self) -> Tensor:
         """(r, d), oldest first: those of the newest r tuples."""
         queries = self._oldest_first("_queries", self.query_size)
-        return queries if self.use_queries else queries[:0]
+        return self._as_read(queries, 0) if self.use_queries else queries[:0]
 
     @property
     def passages(self) -> Tensor:
         """(m, c, d), oldest first; `passages[:, 0]` are the positives."""
-        return self._oldest_first("_passages", self.size)
+        return self._as_read(self._oldest_first("_passages", self.size), 1)
 
     @property
     def ages(self) -> Tensor:
@@ -113,12 +127,30 @@ class DualBank(LazyBuffers):
         """Bytes allocated, log-sum table included."""
         return sum(b.nbytes for b in self.buffers())
 
-    def past(self) -> Past | None:
-        """The bank as the next micro-step sees it, or None while it is empty. Views, not copies: use before the next `push`."""
+    def past(self, rows: Rows, columns: Columns) -> Past | None:
+        """The bank as a prepared micro-batch sees it, or None while it is empty. Views, not copies: use before the next `push`."""
         m, r = len(self), self._filled_rows()
         if m == 0:
             return None
-        return Past(self._rows(0, r), self._columns(0, m), self.table.log_sums(r), self._positive_scores[:r])
+        past_rows, past_columns = self._rows(0, r), self._columns(0, m)
+        if self.means is None:
+            return Past(past_rows, past_columns, self.table.log_sums(r), self._positive_scores[:r])
+        query_mean, passage_means = self.means.present(rows.queries, columns.passages)
+        past_rows = replace(past_rows, queries=self._read(past_rows.queries, query_mean))
+        past_columns = replace(past_columns, passages=self._read(past_columns.passages, passage_means))
+        positives = past_columns.passages[past_rows.ids % self.size, 0]
+        positive_scores = (past_rows.queries * positives).sum(1).mul_(self.scale)
+        return Past(past_rows, past_columns, _row_log_sums(past_rows, past_columns, self.scale), positive_scores)
+
+    def _read(self, stored: Tensor, mean: Tensor) -> Tensor:
+        read = stored + mean
+        return torch.nn.functional.normalize(read, dim=-1) if self.unit else read
+
+    def _as_read(self, stored: Tensor, which: int) -> Tensor:
+        """Stored queries (which = 0) or passages (1) with the mean of the newest samples."""
+        if self.means is None or not len(stored):
+            return stored
+        return self._read(stored, self.means.latest(self._passages.shape[1])[which])
 
     def _filled_rows(self) -> int:
         return min(self._count, self.query_size) if self.use_queries else 0
@@ -154,21 +186,31 @@ class DualBank(LazyBuffers):
         """Let a prepared micro-batch enter and the oldest leave. `past` and `blocks` are what its loss was computed from."""
         finite = _Finite(rows.queries, columns.passages)
         with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
+            uncorrected = None
+            if self.means is not None:
+                uncorrected = rows.queries, columns.passages
+                query_mean, passage_means = self.means.present(*uncorrected)
+                rows = replace(rows, queries=rows.queries - query_mean)
+                columns = replace(columns, passages=columns.passages - passage_means)
             rows, columns, blocks = self._as_stored(rows, columns, past, blocks)
             positives = blocks.current_current[:, :, 0].diagonal().clone()
-            with_rows = self.use_queries and self.query_size > 0
-            log_sums = _log_sums(blocks, columns.passages.shape[1]) if with_rows else None
-            self._arrivals = _Arrivals(rows, columns, positives, log_sums, finite)
+            with_table = self.use_queries and self.table.rows > 0
+            log_sums = _log_sums(blocks, columns.passages.shape[1]) if with_table else None
+            self._arrivals = _Arrivals(rows, columns, positives, log_sums, uncorrected, finite)
 
-    def advance(self, age: float) -> None:
-        """All tuples held grow older by `age`."""
+    def after_update(self, age: float) -> None:
+        """The weights have changed: all tuples held grow older by `age`."""
         if len(self):
             self._ages += age
+        if self.means is not None:
+            self.means.after_update()
 
     def clear(self) -> None:
         """Forget all tuples; buffers stay allocated."""
         self._arrivals, self._count = None, 0
         self.table.clear()
+        if self.means is not None:
+            self.means.clear()
 
     def release(self) -> None:
         """Forget all tuples and their shape: the next `prepare` allocates anew."""
@@ -177,13 +219,15 @@ class DualBank(LazyBuffers):
         for name in self._names:
             setattr(self, name, None)
         self.table.release()
+        if self.means is not None:
+            self.means.release()
 
     def _as_stored(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks) -> tuple[Rows, Columns, Blocks]:
         """The micro-batch as it will be read back: in the bank's precision, scored anew where that differs."""
         dtype = self._passages.dtype
         stored_rows = Rows(rows.queries.detach().to(dtype), rows.ids, rows.query_keys, rows.positive_keys)
         stored = Columns(columns.passages.detach().to(dtype), columns.ids, columns.query_keys, columns.passage_keys)
-        if dtype == columns.passages.dtype:
+        if dtype == columns.passages.dtype or self.table.rows == 0:
             return stored_rows, stored, blocks
         old_rows = past.rows if past is not None and len(past.rows) else None
         return (
@@ -213,14 +257,18 @@ class DualBank(LazyBuffers):
         _write(self._column_query_keys, start, new.columns.query_keys, kept)
         _write(self._passage_keys, start, new.columns.passage_keys, kept)
         write_ring(self._ages, start, self._ages.new_zeros(kept))
-        if new.log_sums is None:
-            return
-        if new.log_sums.old_over_new is not None:
+        if new.uncorrected is not None and self.means is not None:
+            self.means.add(*new.uncorrected)
+        if new.log_sums is not None and new.log_sums.old_over_new is not None:
             values = new.log_sums.old_over_new[:, -kept:]
             self.table.write_columns(start, values, len(self), lambda a, b: self._rescore(r, self._columns(a, b)))
-        self._enter_rows(new, new.log_sums, m, start, kept)
+        if self.use_queries and self.query_size > 0:
+            row_start, kept_rows = self._enter_rows(new)
+            if new.log_sums is not None:
+                self._enter_table_rows(new.log_sums, m, start, kept, row_start, kept_rows)
 
-    def _enter_rows(self, new: _Arrivals, log_sums: _LogSums, m: int, column_start: int, kept_columns: int) -> None:
+    def _enter_rows(self, new: _Arrivals) -> tuple[int, int]:
+        """The new rows' first slot and their number."""
         kept = min(len(new.rows), self.query_size)
         start = (self._count - kept) % self.query_size
         _write(self._queries, start, new.rows.queries, kept)
@@ -228,16 +276,20 @@ class DualBank(LazyBuffers):
         _write(self._row_query_keys, start, new.rows.query_keys, kept)
         _write(self._positive_keys, start, new.rows.positive_keys, kept)
         _write(self._positive_scores, start, new.positive_scores, kept)
-        over_slots = self.table.blank_rows(kept)
+        return start, kept
+
+    def _enter_table_rows(self, log_sums: _LogSums, m: int, start: int, kept: int, row_start: int, kept_rows: int) -> None:
+        """Log-sums of the new rows over the `m` columns that were there, and over the `kept` new ones from slot `start` on."""
+        over_slots = self.table.blank_rows(kept_rows)
         if log_sums.new_over_old is not None:
-            over_slots[:, :m] = log_sums.new_over_old[-kept:]
-        write_ring(over_slots[:, : self.size].T, column_start, log_sums.new_over_new[-kept:, -kept_columns:].T)
-        self.table.write_rows(start, over_slots)
+            over_slots[:, :m] = log_sums.new_over_old[-kept_rows:]
+        write_ring(over_slots[:, : self.size].T, start, log_sums.new_over_new[-kept_rows:, -kept:].T)
+        self.table.write_rows(row_start, over_slots)
 
     def _rescore(self, rows: int, columns: Columns) -> Tensor:
         """(rows, m) log-sums of the first rows over each tuple, a bounded number of scores at a time."""
         step = max(1, _CHUNK_SCORES // columns.passages[..., 0].numel())
-        parts = [self._rows(i, min(i + step, rows)) for i in range(0, rows, step)]
+        parts = [_slice(self._rows(0, rows), i, i + step) for i in range(0, rows, step)]
         with torch.autocast(columns.passages.device.type, enabled=False):
             return torch.cat([_over_passages(score_block(part, columns, self.scale)) for part in parts])
 
@@ -337,6 +389,19 @@ def _log_sums(blocks: Blocks, banked: int) -> _LogSums:
         new_over_old=None if new is None else _over_passages(new),
         new_over_new=_over_passages(blocks.current_current[..., :banked]),
     )
+
+
+def _row_log_sums(rows: Rows, columns: Columns, scale: float) -> Tensor:
+    """(r,) logsumexp of each row over all columns, a bounded number of scores at a time."""
+    step = max(1, _CHUNK_SCORES // columns.passages[..., 0].numel())
+    with torch.autocast(columns.passages.device.type, enabled=False):
+        parts = [score_block(_slice(rows, i, i + step), columns, scale).flatten(1).logsumexp(1) for i in range(0, len(rows), step)]
+    return torch.cat(parts) if parts else rows.queries.new_empty(0)
+
+
+def _slice(rows: Rows, start: int, stop: int) -> Rows:
+    part = slice(start, stop)
+    return Rows(rows.queries[part], rows.ids[part], _part(rows.query_keys, part), _part(rows.positive_keys, part))
 
 
 def _over_passages(scores: Tensor) -> Tensor:

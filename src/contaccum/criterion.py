@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from contaccum.bank import DualBank
+from contaccum.drift import CORRECTIONS, RunningMeans
 from contaccum.infonce import REDUCTIONS, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, with_gradients
 
 SIMILARITIES = ("dot", "cosine")
@@ -50,7 +51,9 @@ class DualBankInfoNCE(nn.Module):
         mask_duplicates: use the keys, where given, to take a passage equal to a query's positive, and the positive of an
             identical query, out of that query's negatives.
         reduction: "paper" averages over all rows, banked ones included; "local" divides the same sum by the micro-batch size.
-        drift_correction: None. Reserved for the correction of stale entries.
+        drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time (see
+            `contaccum.drift`), which lets a bank help where weights move fast. Costs O(bank_size^2) per micro-step: for banks of up to a
+            few thousand. None: read them as they were stored.
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
@@ -81,7 +84,7 @@ class DualBankInfoNCE(nn.Module):
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"scale={scale} must be a positive number; use 1.0 for dot and 20.0 for cosine")
         if drift_correction is not None:
-            raise ValueError(f"drift_correction={drift_correction!r} is unknown; use None")
+            _one_of("drift_correction", drift_correction, CORRECTIONS)
         self.scale = float(scale)
         self.similarity = similarity
         self.past_encoder = past_encoder
@@ -90,7 +93,9 @@ class DualBankInfoNCE(nn.Module):
         self.reduction = reduction
         self.start_update = _update("start_update", start_update)
         self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
-        self.bank = DualBank(bank_size, query_bank_size, scale=self.scale, dtype=bank_dtype)
+        self.drift_correction = drift_correction
+        means = RunningMeans() if drift_correction == "mean" else None
+        self.bank = DualBank(bank_size, query_bank_size, self.scale, bank_dtype, means, unit=similarity == "cosine")
         self.updates = 0
         self.observers: list[Callable[[MicroStep], None]] = []
 
@@ -122,7 +127,7 @@ class DualBankInfoNCE(nn.Module):
         rows, columns = self._tuples(queries, passages, query_keys, passage_keys, first=self.bank.count)
         banked = columns if self.cache_hard_negatives else columns.positives_only()
         self.bank.prepare(rows, banked)
-        past = self.bank.past()
+        past = self.bank.past(rows, banked)
         loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.reduction)
         self._notify(MicroStep(rows, columns, past, blocks, loss))
         self.bank.push(rows, banked, past, blocks)
@@ -141,7 +146,7 @@ class DualBankInfoNCE(nn.Module):
             raise ValueError(f"lr_fraction={lr_fraction} must be a number of at least 0: the learning rate over its peak")
         self.updates += 1
         if self.past_encoder:
-            self.bank.advance(lr_fraction)
+            self.bank.after_update(lr_fraction)
         else:
             self.bank.clear()
 
@@ -179,7 +184,7 @@ class DualBankInfoNCE(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"bank_size={self.bank.size}, query_bank_size={self.bank.query_size}, scale={self.scale}, similarity={self.similarity!r}, "
-            f"reduction={self.reduction!r}, past_encoder={self.past_encoder}"
+            f"reduction={self.reduction!r}, past_encoder={self.past_encoder}, drift_correction={self.drift_correction!r}"
         )
 
 

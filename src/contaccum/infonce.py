@@ -142,14 +142,16 @@ def dual_bank_infonce(
         # Current rows: softmax over current, then banked columns.
         own = blocks.current_current.flatten(1)  # (n, n * c)
         log_softmax = (own if blocks.current_bank is None else torch.cat([own, blocks.current_bank.flatten(1)], 1)).log_softmax(1)
-        loss_sum = -log_softmax[:, : own.shape[1]].view_as(blocks.current_current)[:, :, 0].diagonal().sum()
-        softmax = log_softmax.exp_()
-        flat_passages = columns.passages.flatten(0, 1)  # (n * c, d)
-        grad_queries = softmax[:, : len(flat_passages)] @ flat_passages - columns.passages[:, 0]
-        grad_passages = (softmax[:, : len(flat_passages)].T @ rows.queries).view_as(columns.passages)
-        grad_passages[:, 0] -= rows.queries
+        weights = log_softmax[:, : own.shape[1]]
+        of_positives = weights.view_as(blocks.current_current)[:, :, 0].diagonal()  # (n,)
+        loss_sum = -of_positives.sum()
+        # Softmax minus one at the positive. That one is minus the sum of all others: no digits are lost where it is close to zero.
+        log_softmax.exp_()
+        of_positives.zero_().sub_(log_softmax.sum(1))
+        grad_queries = weights @ columns.passages.flatten(0, 1)
+        grad_passages = (weights.T @ rows.queries).view_as(columns.passages)
         if past is not None and blocks.current_bank is not None:
-            grad_queries += _weighted_sums(softmax[:, len(flat_passages) :], past.columns.passages.flatten(0, 1))
+            grad_queries += _weighted_sums(log_softmax[:, own.shape[1] :], past.columns.passages.flatten(0, 1))
 
         # Bank rows: constant but for the current columns. This is what keeps the two towers balanced.
         if past is not None and blocks.bank_current is not None:

@@ -140,6 +140,7 @@ class ContAccumLoss(nn.Module):
             "cache_hard_negatives": criterion.cache_hard_negatives,
             "mask_duplicates": criterion.mask_duplicates,
             "reduction": criterion.reduction,
+            "drift_correction": criterion.drift_correction,
             "start_update": criterion.start_update,
             "query_bank_stop_update": criterion.query_bank_stop_update,
         }

@@ -77,6 +77,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         cache_hard_negatives=config.cache_hard_negatives,
         mask_duplicates=config.mask_duplicates,
         reduction=config.reduction,
+        drift_correction=config.drift_correction,
         bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
     )
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)

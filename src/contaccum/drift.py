@@ -1,0 +1,96 @@
+"""Drift correction: bank entries come from older weights; what moved most since then is the mean of each tower's vectors.
+
+1. A micro-batch enters the bank minus the mean of the last `window` samples, itself included.
+2. Reading adds the present such mean. Each tower has its own, and hard negatives theirs.
+
+The window follows the training: as many samples as the last update had, so that the mean belongs to the present weights. A mean over
+many updates would lag behind the vectors it is added to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contaccum.table import LazyBuffers, write_ring
+
+CORRECTIONS = ("mean",)
+DEFAULT_WINDOW = 128  # samples, until the first update has ended
+MAX_WINDOW = 1024
+
+
+class RunningMeans(LazyBuffers):
+    """Means of the queries, positives and hard negatives of the last `window` samples."""
+
+    _recent: Tensor  # (MAX_WINDOW, 2 or 3, d): query, positive and, where there are any, mean hard negative of each sample
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("_recent", None)
+        self.clear()
+
+    def clear(self) -> None:
+        self.window = DEFAULT_WINDOW
+        self.count = 0
+        self.samples_in_update = 0
+
+    def release(self) -> None:
+        self.clear()
+        self.register_buffer("_recent", None)
+
+    def present(self, queries: Tensor, passages: Tensor) -> tuple[Tensor, Tensor]:
+        """Means over the last `window` samples, a micro-batch (n, d), (n, c, d) the newest of them: (d,) and (c, d)."""
+        new = _samples(queries, passages)[-self.window :]
+        total, weight = new.sum(0), len(new)
+        for part in self._newest(self.window - len(new)):
+            total, weight = total + part.sum(0), weight + len(part)
+        mean = total / weight  # (2 or 3, d)
+        return mean[0], _per_passage(mean, passages.shape[1])
+
+    def latest(self, passages_per_tuple: int) -> tuple[Tensor, Tensor]:
+        """`present` with nothing newer than what was added."""
+        mean = torch.cat(self._newest(self.window)).mean(0)
+        return mean[0], _per_passage(mean, passages_per_tuple)
+
+    def add(self, queries: Tensor, passages: Tensor) -> None:
+        new = _samples(queries, passages)
+        if self._recent is None:
+            self._recent = new.new_zeros((MAX_WINDOW, *new.shape[1:]))
+        self.count += len(new)
+        self.samples_in_update += len(new)
+        kept = new[-MAX_WINDOW:]
+        write_ring(self._recent, (self.count - len(kept)) % MAX_WINDOW, kept)
+
+    def after_update(self) -> None:
+        if self.samples_in_update:
+            self.window = min(self.samples_in_update, MAX_WINDOW)
+        self.samples_in_update = 0
+
+    def _newest(self, wanted: int) -> list[Tensor]:
+        """The newest samples added, at most `wanted`, in one or two pieces of the ring."""
+        size = min(wanted, self.count, MAX_WINDOW)
+        if size <= 0:
+            return []
+        start, end = (self.count - size) % MAX_WINDOW, self.count % MAX_WINDOW or MAX_WINDOW
+        return [self._recent[start:end]] if start < end else [self._recent[start:], self._recent[:end]]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"window": self.window, "count": self.count, "samples_in_update": self.samples_in_update}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.window, self.count, self.samples_in_update = state["window"], state["count"], state["samples_in_update"]
+
+
+def _samples(queries: Tensor, passages: Tensor) -> Tensor:
+    """(n, 2 or 3, d)"""
+    parts = [queries, passages[:, 0]]
+    if passages.shape[1] > 1:
+        parts.append(passages[:, 1:].mean(1))
+    return torch.stack(parts, dim=1)
+
+
+def _per_passage(mean: Tensor, passages_per_tuple: int) -> Tensor:
+    """The means of one tuple's passages: the positive's, then the hard negatives' for each of them."""
+    return torch.cat([mean[1:2], mean[2:3].expand(passages_per_tuple - 1, -1)]) if passages_per_tuple > 1 else mean[1:2]
