@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test lint clean
+.PHONY: quickstart setup test lint clean
+quickstart: setup
+	$(BIN)/contaccum quickstart
+
 setup: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt

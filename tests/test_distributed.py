@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from contaccum.methods import METHODS
-from contaccum.runlog import read_log
+from contaccum.logfile import read_log
 from test_train import command, options
 
 WORKER = str(Path(__file__).with_name("distributed_worker.py"))

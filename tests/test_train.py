@@ -22,7 +22,7 @@ from sentence_transformers import SentenceTransformer
 from contaccum.config import TrainConfig, load_config
 from contaccum.data.training import load_training_set, with_hard_negatives
 from contaccum.methods import METHODS, cut
-from contaccum.runlog import read_log
+from contaccum.logfile import read_log
 from contaccum.sizes import parse_bytes
 from contaccum.train import train
 

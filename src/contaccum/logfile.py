@@ -1,0 +1,26 @@
+"""`log.jsonl`: one line of JSON per update. Reading it needs nothing of what wrote it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_log(file: Path) -> list[dict[str, Any]]:
+    """The lines of a log; a last line that was cut off is left out."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def keep_updates(file: Path, last: int) -> None:
+    """Cut a log back to the updates that a resumed run starts from."""
+    kept = [line for line in read_log(file) if line["update"] <= last]
+    part = file.with_name(file.name + ".part")
+    part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    part.replace(file)

@@ -1,0 +1,1 @@
+"""Results as tables, plots and one self-contained page."""

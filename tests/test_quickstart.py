@@ -1,0 +1,118 @@
+"""The first five minutes in small: harvest, train all methods, search, table, plots and page."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from contaccum.data.beir import read_pairs, read_qrels, read_texts
+from contaccum.data.harvest import Pair, harvest, write_beir
+from contaccum.errors import DataError
+from contaccum.quickstart import METHODS, Settings, free_folder, quickstart, run_folder
+from contaccum.report.plots import loss_curves, metric_bars
+from contaccum.report.results import RunResult
+
+MODULE = '''
+def add(a, b):
+    """Return the sum of two numbers. More is said here.
+
+    And here."""
+    total = a + b
+    return total
+
+class Thing:
+    async def fetch(self, key):
+        """Fetch one value by its key."""
+        value = await self.store.get(key)
+        return value
+
+def undocumented(a):
+    return a
+
+def short(a):
+    """Too short a body to keep."""
+    return a
+
+raise RuntimeError("harvesting must not run this")
+'''
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> Path:
+    folder = tmp_path / "site-packages"
+    for package in ("one", "two"):  # the second only repeats the first
+        (folder / package).mkdir(parents=True)
+        (folder / package / "module.py").write_text(MODULE)
+    (folder / "one" / "broken.py").write_text("def (:\n")
+    (folder / "one" / "latin.py").write_bytes(b"# caf\xe9\n")
+    return folder
+
+
+def test_harvest_pairs_docstrings_with_their_functions(packages: Path) -> None:
+    pairs = {pair.query: pair for pair in harvest([packages])}
+    assert set(pairs) == {"Return the sum of two numbers.", "Fetch one value by its key."}
+    assert pairs["Return the sum of two numbers."].passage == "def add(a, b):\n    total = a + b\n    return total"
+    fetched = pairs["Fetch one value by its key."]
+    assert fetched.passage.splitlines() == ["async def fetch(self, key):", "    value = await self.store.get(key)", "    return value"]
+    assert fetched.place.endswith("module.py:fetch")
+    for pair in pairs.values():
+        ast.parse(pair.passage)
+
+
+def test_harvest_of_this_environment_is_large_and_the_same_twice() -> None:
+    first = harvest(limit=1500)
+    assert len(first) == 1500
+    assert len({pair.query.lower() for pair in first}) == len({pair.passage for pair in first}) == 1500
+    assert harvest(limit=300) == first[:300]
+
+
+def test_nothing_to_harvest_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no Python function with a docstring"):
+        harvest([tmp_path])
+
+
+def test_split_is_by_function_and_whole(tmp_path: Path) -> None:
+    pairs = [Pair(f"query number {i}", f"passage {i}", "x") for i in range(50)]
+    write_beir(pairs, tmp_path / "data", test=10, dev=5)
+    splits = {split: set(read_qrels(tmp_path / "data" / "qrels" / f"{split}.tsv")) for split in ("train", "dev", "test")}
+    assert [len(splits[s]) for s in ("train", "dev", "test")] == [35, 5, 10]
+    assert len(set.union(*splits.values())) == 50
+    assert len(read_texts(tmp_path / "data" / "corpus.jsonl")) == 50
+    assert all(p.split()[-1] == q.split()[-1] for q, p in read_pairs(tmp_path / "data", "train"))
+    with pytest.raises(DataError, match="50 pairs are too few for 30 test"):
+        write_beir(pairs, tmp_path / "other", test=30)
+
+
+def test_quickstart_end_to_end(tmp_path: Path) -> None:
+    settings = Settings(pairs=600, test=100, epochs=1, n_total=32, bank=64, vocabulary=800, width=32, layers=1)
+    results = quickstart(tmp_path / "quick", settings, say=lambda line: None)
+    assert [result.name for result in results] == list(METHODS)
+    assert [result.negatives_per_query for result in results] == [7, 31, 71, 71]
+    for result in results:
+        assert set(result.metrics) == {"Top@1", "Top@20", "Top@100", "MRR", "NDCG@10"}
+        assert result.metrics["Top@100"] > 100 / 600  # better than chance: something was learnt
+        assert result.metrics["Top@1"] <= result.metrics["Top@20"] <= result.metrics["Top@100"]
+        assert (run_folder(tmp_path / "quick", result.name) / "model" / "modules.json").exists()
+    page = (tmp_path / "quick" / "report.html").read_text()
+    assert page.count("<svg") == 2
+    for result in results:
+        assert f"<td>{result.name}</td>" in page
+        assert f"{100 * result.metrics['MRR']:.1f}" in page
+    assert "http" not in page.split("<pre>")[0].replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ).replace("https://matplotlib.org", ""), "the page must load nothing"
+    stored = json.loads((tmp_path / "quick" / "results.json").read_text())
+    assert stored["results"][0]["metrics"] == results[0].metrics
+    assert free_folder(tmp_path / "quick").name == "quick-2"
+
+
+def test_plots_hold_their_data() -> None:
+    log = [{"loss": 4.0 - 0.1 * i} for i in range(20)]
+    results = [RunResult("a", {"MRR": 0.25}, 1.0, 1, 7, log), RunResult("b", {"MRR": 0.5}, 1.0, 1, 7, log[::-1])]
+    first, second = loss_curves(results, window=10).axes[0].lines
+    assert list(first.get_ydata()) == pytest.approx([3.55, 2.55])
+    assert list(second.get_ydata()) == pytest.approx([2.55, 3.55])
+    assert [bar.get_width() for bar in metric_bars(results, "MRR").axes[0].patches] == [25.0, 50.0]
