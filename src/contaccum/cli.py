@@ -118,6 +118,8 @@ def train(
     if resume and config is None and "output" in overrides and (stored := Path(overrides["output"]) / "config.yaml").exists():
         config = stored
     summary = run_training(load_config(config, overrides), resume=resume)
+    if os.environ.get("RANK", "0") != "0":
+        return  # one process speaks for all
     if json_:
         print(json.dumps(summary))
     else:

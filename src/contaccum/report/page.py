@@ -17,7 +17,7 @@ body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var
   padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+th, td { padding: .4rem .45rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } td.best { font-weight: 700; }
 figure { margin: 1rem 0; background: #ffffff; border-radius: 8px; padding: .8rem; } figure svg { width: 100%; height: auto; }
 figcaption { color: #444444; font-size: .9rem; } pre { background: var(--soft); padding: .8rem; overflow-x: auto; border-radius: 8px; }
