@@ -168,9 +168,10 @@ def test_bfloat16_bank_takes_half_the_bytes() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", [0, 1, 2])
 @pytest.mark.parametrize("before", [1, 5])
-def test_micro_batch_that_is_not_finite_does_not_enter(bad: float, where: int, before: int) -> None:
-    """Bank and losses go on as if it had never been, with the bank full or not."""
-    criterion, undisturbed = DualBankInfoNCE(bank_size=10), DualBankInfoNCE(bank_size=10)
+@pytest.mark.parametrize("drift_correction", [None, "mean"])
+def test_micro_batch_that_is_not_finite_does_not_enter(bad: float, where: int, before: int, drift_correction: str | None) -> None:
+    """Bank, means and losses go on as if it had never been, with the bank full or not."""
+    criterion, undisturbed = (DualBankInfoNCE(bank_size=10, drift_correction=drift_correction) for _ in range(2))
     for seed in range(before + 6):
         if seed == before:
             poisoned = batch(seed=99)
@@ -189,7 +190,7 @@ import sys, torch
 sys.path.insert(0, {tests!r})
 from test_criterion import losses_and_gradients
 from contaccum import DualBankInfoNCE
-criterion = DualBankInfoNCE(bank_size=20, query_bank_size=15, bank_dtype={dtype})
+criterion = DualBankInfoNCE(bank_size=20, query_bank_size=15, bank_dtype={dtype}, drift_correction={drift!r})
 criterion.load_state_dict(torch.load({state!r}, weights_only=True))
 torch.save((losses_and_gradients(criterion, range(7, 20)), criterion.bank.ages), {out!r})
 """
@@ -208,13 +209,13 @@ def losses_and_gradients(criterion: DualBankInfoNCE, seeds: range) -> list[Tenso
     return seen
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_resume_in_a_new_process_is_bit_equal(tmp_path: Path, dtype: torch.dtype | None) -> None:
-    criterion = DualBankInfoNCE(bank_size=20, query_bank_size=15, bank_dtype=dtype)
+@pytest.mark.parametrize(("dtype", "drift"), [(None, None), (torch.bfloat16, None), (None, "mean")])
+def test_resume_in_a_new_process_is_bit_equal(tmp_path: Path, dtype: torch.dtype | None, drift: str | None) -> None:
+    criterion = DualBankInfoNCE(bank_size=20, query_bank_size=15, bank_dtype=dtype, drift_correction=drift)
     losses_and_gradients(criterion, range(7))
     state, out = tmp_path / "state.pt", tmp_path / "out.pt"
     torch.save(criterion.state_dict(), state)
-    script = RESUME.format(tests=str(Path(__file__).parent), state=str(state), out=str(out), dtype=dtype)
+    script = RESUME.format(tests=str(Path(__file__).parent), state=str(state), out=str(out), dtype=dtype, drift=drift)
     subprocess.run([sys.executable, "-c", script], check=True)
     resumed, ages = torch.load(out)
     expected = losses_and_gradients(criterion, range(7, 20))
@@ -228,6 +229,21 @@ def test_state_of_an_unused_bank_empties_a_used_one() -> None:
     used.load_state_dict(unused.state_dict())
     assert len(used.bank) == 0
     assert torch.equal(used(*batch(seed=1)), unused(*batch(seed=1)))
+
+
+def test_drift_correction_moves_the_bank_with_the_encoder() -> None:
+    """All vectors shift by a constant after the first micro-batches: corrected entries follow, uncorrected ones do not."""
+    shift = 5.0 * torch.ones(D)
+    plain, corrected = DualBankInfoNCE(bank_size=64), DualBankInfoNCE(bank_size=64, drift_correction="mean")
+    for seed in range(12):
+        queries, positives, negatives = (leaf.detach() + (shift if seed >= 8 else 0) for leaf in batch(seed=seed))
+        for criterion in (plain, corrected):
+            criterion(queries, positives, negatives)
+            if seed % 4 == 3:
+                criterion.after_update()
+    oldest = slice(0, 4)  # from before the shift
+    assert (plain.bank.queries[oldest].mean() - 5.0).abs() > 4.0
+    assert (corrected.bank.queries[oldest].mean() - 5.0).abs() < 1.0
 
 
 def zeros(*shape: int) -> Tensor:
