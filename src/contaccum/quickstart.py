@@ -44,14 +44,14 @@ INTRODUCTION = (
 
 @dataclass(frozen=True)
 class Settings:
-    pairs: int = 9000
+    pairs: int = 8000
     test: int = 1000
     epochs: float = 3
     n_total: int = 128
     n_local: int = 8
     bank: int = 512
     lr: float = 5e-4
-    max_seq_length: int = 48
+    max_seq_length: int = 32
     seed: int = 42
     vocabulary: int = 8000
     width: int = 128

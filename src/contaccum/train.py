@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from contaccum.budget import limit_memory, peak_bytes
 from contaccum.config import TrainConfig, load_config
-from contaccum.data.training import load_training_set, negative_columns, with_hard_negatives
+from contaccum.data.training import has_negatives, load_training_set, negative_columns, with_hard_negatives
 from contaccum.errors import CheckpointError
 from contaccum.methods import Batches, build_loss, cut, get_method
 from contaccum.provenance import provenance
@@ -147,7 +147,7 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
     dataset = load_training_set(config.data, config.split, config.limit)
     wanted = config.hard_negatives
     if wanted is None:
-        wanted = int(any(len(negatives) for negatives in dataset["negatives"]))
+        wanted = int(has_negatives(dataset))
     table, draw = with_hard_negatives(dataset, wanted, config.seed)
     if main and len(table) < len(dataset):
         print(f"note: {len(dataset) - len(table):,} of {len(dataset):,} rows have fewer than {wanted} hard negatives and are left out")

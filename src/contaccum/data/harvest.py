@@ -1,8 +1,8 @@
 """Real text that every machine has: docstring -> source of the functions in the installed Python packages.
 
 Files are parsed with `ast`, never imported or run. A pair is the first sentence of a function's docstring and the function's source
-without its docstring. Pairs are split by function, not by package: an environment is dominated by a few large packages, and leaving whole ones
-out would make the test set a lottery over which.
+without its docstring. Pairs are split by function, not by package: an environment is dominated by a few large packages, and leaving
+whole ones out would make the test set a lottery over which.
 """
 
 from __future__ import annotations

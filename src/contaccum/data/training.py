@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_from_disk
 
 from contaccum.data.beir import is_beir, read_pairs
@@ -61,7 +62,8 @@ def _saved(folder: Path, split: str) -> Dataset:
         raise DataError(f"{folder} has no column {', '.join(sorted(missing))}; it has {', '.join(dataset.column_names)}")
     for name in set(FEATURES) - set(dataset.column_names):
         dataset = dataset.add_column(name, [[] for _ in range(len(dataset))])
-    return dataset.select_columns(list(FEATURES)).cast(FEATURES)
+    dataset = dataset.select_columns(list(FEATURES))
+    return dataset if dataset.features == FEATURES else dataset.cast(FEATURES)  # a cast writes a copy
 
 
 def _from_jsonl(path: Path) -> Dataset:
@@ -85,7 +87,7 @@ def with_hard_negatives(dataset: Dataset, hard_negatives: int, seed: int) -> tup
     """
     if hard_negatives == 0:
         return dataset.select_columns(["query", "positive"]), None
-    enough = [i for i, negatives in enumerate(dataset["negatives"]) if len(negatives) >= hard_negatives]
+    enough = [i for i, count in enumerate(_negative_counts(dataset)) if count >= hard_negatives]
     if not enough:
         raise DataError(f"no row has {hard_negatives} hard negatives; mine some or use --hard-negatives 0")
     kept = dataset.select(enough)
@@ -93,6 +95,16 @@ def with_hard_negatives(dataset: Dataset, hard_negatives: int, seed: int) -> tup
     kept = kept.add_column("row", list(range(len(kept))))
     kept.set_transform(draw)
     return kept, draw
+
+
+def has_negatives(dataset: Dataset) -> bool:
+    return any(_negative_counts(dataset))
+
+
+def _negative_counts(dataset: Dataset) -> list[int]:
+    """Hard negatives per row, without reading their texts."""
+    counts: list[int] = pyarrow.compute.list_value_length(dataset.with_format("arrow")["negatives"][:]).to_pylist()
+    return counts
 
 
 class DrawNegatives:

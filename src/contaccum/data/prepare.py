@@ -1,0 +1,187 @@
+"""Any source into one training set: a folder that `load_training_set` reads, Arrow on disk, splits kept."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import datasets
+from tqdm import tqdm
+
+from contaccum.data.msmarco import MARGIN, SYSTEMS
+from contaccum.data.pairs import Columns
+from contaccum.data.rows import Row, Tally
+from contaccum.data.sources import FORMATS, ReadOptions, detect, open_splits
+from contaccum.data.training import FEATURES
+from contaccum.errors import DataError
+
+SUMMARY_FILE = "prepare.json"
+SAMPLES = 2
+FLUSH_CHARACTERS = 2**26  # written to disk at the latest when so much text waits
+
+
+@dataclass
+class SplitSummary:
+    """Counts of one split; `negatives_*` are per row."""
+
+    rows: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    negatives_min: int = 0
+    negatives_mean: float = 0.0
+    negatives_max: int = 0
+    notes: list[str] = field(default_factory=list)
+    samples: list[dict[str, str | None]] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        count = len(row["negatives"])
+        self.negatives_min = min(self.negatives_min, count) if self.rows else count
+        self.negatives_max = max(self.negatives_max, count)
+        self.negatives_mean += (count - self.negatives_mean) / (self.rows + 1)
+        self.rows += 1
+        if len(self.samples) < SAMPLES:
+            negative = _clipped(row["negatives"][0]) if row["negatives"] else None
+            self.samples.append({"query": _clipped(row["query"]), "positive": _clipped(row["positive"]), "first_negative": negative})
+
+
+@dataclass
+class PrepareSummary:
+    output: str
+    format: str
+    splits: dict[str, SplitSummary]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def table(self) -> str:
+        """Counts and samples as plain text."""
+        lines = [f"{'split':<8}{'rows':>12}{'dropped':>12}   negatives per row (min, mean, max)"]
+        for name, split in self.splits.items():
+            negatives = f"{split.negatives_min:,}, {split.negatives_mean:,.1f}, {split.negatives_max:,}"
+            lines.append(f"{name:<8}{split.rows:>12,}{sum(split.dropped.values()):>12,}   {negatives}")
+        for name, split in self.splits.items():
+            lines += [f"{name}: dropped {count:,} {reason}" for reason, count in split.dropped.items()]
+            lines += [f"{name}: {note}" for note in split.notes]
+        first = next(iter(self.splits.values()))
+        for sample in first.samples:
+            lines += ["", f"query     {sample['query']}", f"positive  {sample['positive']}"]
+            lines += [f"negative  {sample['first_negative']}"] if sample["first_negative"] else []
+        return "\n".join([*lines, "", f"{self.format} -> {self.output}"])
+
+
+def _clipped(text: str, width: int = 120) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= width else text[: width - 4] + " ..."
+
+
+def prepare(
+    source: str | Path | None,
+    output: str | Path,
+    format: str = "auto",
+    *,
+    files: Mapping[str, str | Path] | None = None,
+    columns: Columns | None = None,
+    subset: str | None = None,
+    require_negatives: bool | None = None,
+    max_negatives: int | None = None,
+    systems: tuple[str, ...] = SYSTEMS,
+    margin: float = MARGIN,
+) -> PrepareSummary:
+    """Write the training set of `source` to the folder `output`, which must not exist or be empty, whole or not at all.
+
+    `source` is a file, a folder or the name of a data set on the hub; `files` names one file per split (formats dpr and pairs).
+    Memory stays bounded: of the texts, only a collection's queries and the rows of one batch are held.
+    """
+    output, name = Path(output), None if source is None else str(source)
+    paths = {split: Path(path) for split, path in (files or {}).items()}
+    _check(name, paths, output, format, max_negatives, margin)
+    kind = detect(name, paths) if format == "auto" else format
+    options = ReadOptions(columns or Columns(), subset, require_negatives, tuple(systems), margin, max_negatives)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
+        scratch = Path(folder)
+        with open_splits(name, paths, kind, options, scratch) as splits:
+            written = {split: _write(rows, split, scratch / f"{split}.arrow", max_negatives) for split, rows in splits.items()}
+        summary = PrepareSummary(str(output), kind, written)
+        _save(summary, scratch, output)
+    return summary
+
+
+def _check(source: str | None, paths: Mapping[str, Path], output: Path, format: str, max_negatives: int | None, margin: float) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r}: use one of {', '.join(FORMATS)}")
+    if source is None and not paths:
+        raise ValueError("no source: give a file, a folder, the name of a data set, or --train FILE")
+    for path in paths.values():
+        if not path.exists():
+            raise DataError(f"{path} does not exist")
+    if max_negatives is not None and max_negatives < 0:
+        raise ValueError(f"max_negatives {max_negatives}: use 0 or more")
+    if not margin >= 0:
+        raise ValueError(f"margin {margin}: use 0 or more; a negative is kept if it scores at least this far below the positive")
+    require_free(output)
+
+
+def require_free(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DataError(f"{output} exists and is not an empty folder; choose another --output or remove it")
+
+
+def _write(rows: Any, split: str, path: Path, max_negatives: int | None) -> SplitSummary:
+    """Write a split's rows to an Arrow file, batch by batch."""
+    tally, summary, waiting = Tally(), SplitSummary(), 0
+    with datasets.arrow_writer.ArrowWriter(features=FEATURES, path=str(path)) as writer:
+        for row in tqdm(_usable(rows(tally), tally, max_negatives), desc=f"preparing {split}", unit=" rows", disable=None):
+            writer.write(row)
+            summary.add(row)
+            waiting += len(row["positive"]) + sum(map(len, row["negatives"]))
+            if waiting > FLUSH_CHARACTERS:
+                writer.write_examples_on_file()
+                waiting = 0
+        writer.finalize()
+    summary.dropped, summary.notes = dict(tally.dropped), tally.notes
+    if not summary.rows:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in summary.dropped.items()) or "it has none"
+        raise DataError(f"the split {split!r} has no usable record ({reasons})")
+    return summary
+
+
+def _usable(rows: Iterator[Row], tally: Tally, max_negatives: int | None) -> Iterator[Row]:
+    """Rows with a query and a positive, and with at most `max_negatives` negatives, none blank."""
+    for row in rows:
+        if not row["query"].strip():
+            tally.dropped["with a blank query"] += 1
+        elif not row["positive"].strip():
+            tally.dropped["with a blank positive"] += 1
+        else:
+            row["negatives"] = [text for text in row["negatives"] if text.strip()][:max_negatives]
+            yield row
+
+
+def _save(summary: PrepareSummary, scratch: Path, output: Path) -> None:
+    """The Arrow files as one folder, written beside its final name and renamed when whole."""
+    whole = scratch / "whole"
+    tables = {split: datasets.Dataset.from_file(str(scratch / f"{split}.arrow")) for split in summary.splits}
+    with _quiet_datasets():
+        datasets.DatasetDict(tables).save_to_disk(str(whole))
+    (whole / SUMMARY_FILE).write_text(json.dumps(summary.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if output.exists():
+        output.rmdir()
+    os.replace(whole, output)
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """Without the library's own bars: one bar at a time."""
+    hidden = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not hidden:
+            datasets.enable_progress_bars()
