@@ -21,8 +21,8 @@ from sentence_transformers import SentenceTransformer
 
 from contaccum.config import TrainConfig, load_config
 from contaccum.data.training import load_training_set, with_hard_negatives
-from contaccum.methods import METHODS, cut
 from contaccum.logfile import read_log
+from contaccum.methods import METHODS, cut
 from contaccum.sizes import parse_bytes
 from contaccum.train import train
 
@@ -186,6 +186,12 @@ def test_missing_columns_are_named_with_file_and_line(tmp_path) -> None:
     file.write_text('{"query": "a", "positive": "b"}\n{"query": "a", \n')
     with pytest.raises(ValueError, match=r"bad.jsonl, line 2: not JSON"):
         load_training_set(file)
+
+
+def test_jsonl_keeps_answers_and_single_negatives(tmp_path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"query": "q", "positive": "p", "negative": "n", "answers": ["a"]}\n{"query": "q", "positive": "p"}\n')
+    assert load_training_set(file)[:] == {"query": ["q"] * 2, "positive": ["p"] * 2, "negatives": [["n"], []], "answers": [["a"], []]}
 
 
 def test_command_line_says_one_line_and_exits_with_2(jsonl, model_folder, tmp_path) -> None:

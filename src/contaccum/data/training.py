@@ -28,7 +28,7 @@ def load_training_set(path: str | Path, split: str = "train", limit: int | None 
     """Columns query, positive, negatives and answers (lists, possibly empty), from a BEIR folder, a JSONL file or a folder that
     `contaccum prepare` or `Dataset.save_to_disk` wrote.
 
-    A JSONL line holds "query" and "positive", and either "negatives" (a list) or "negative" (a text).
+    A JSONL line holds "query" and "positive", either "negatives" (a list) or "negative" (a text), and perhaps "answers" (a list).
     """
     path = Path(path)
     if not path.exists():
@@ -67,14 +67,17 @@ def _saved(folder: Path, split: str) -> Dataset:
 
 
 def _from_jsonl(path: Path) -> Dataset:
-    columns: dict[str, list[Any]] = {"query": [], "positive": [], "negatives": []}
+    columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
     for line, record in read_jsonl(path):
         columns["query"].append(text_field(record, "query", path, line))
         columns["positive"].append(text_field(record, "positive", path, line))
-        negatives = record.get("negatives", [record["negative"]] if "negative" in record else [])
-        if not isinstance(negatives, list) or not all(isinstance(n, str) for n in negatives):
-            raise DataError(f"{path}, line {line}: 'negatives' must be a list of texts")
-        columns["negatives"].append(negatives)
+        if "negative" in record:
+            record.setdefault("negatives", [record["negative"]])
+        for name in ("negatives", "answers"):
+            texts = record.get(name, [])
+            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                raise DataError(f"{path}, line {line}: {name!r} must be a list of texts")
+            columns[name].append(texts)
     if not columns["query"]:
         raise DataError(f"{path} is empty")
     return as_table(columns)

@@ -1,0 +1,221 @@
+"""`mine`: a training set and a collection in, the same training set with hard negatives out."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets
+from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
+from tqdm import tqdm
+
+from contaccum.data.beir import find_qrels, is_beir, read_collection
+from contaccum.data.dpr import read_passages
+from contaccum.data.files import bare_suffix, passage_text, read_jsonl, text_field
+from contaccum.data.negatives import check_numbers, denoise, given, load_model, mine_bm25, mine_dense
+from contaccum.data.training import FEATURES, load_training_set
+from contaccum.errors import DataError
+from contaccum.provenance import provenance
+from contaccum.retrieval.answers import check_match
+
+METHODS = ("bm25", "dense", "given")
+PASSAGES = Features({"text": Value("string")})
+
+
+def mine(
+    data: str | Path,
+    collection: str | Path | None,
+    output: str | Path,
+    *,
+    method: str = "bm25",
+    splits: Sequence[str] = ("train",),
+    per_query: int = 10,
+    depth: int = 100,
+    match: str = "string",
+    stopwords: str | None = "en",
+    model: str | Path | None = None,
+    filters: dict[str, Any] | None = None,
+    cross_encoder: str | Path | None = None,
+    margin: float = 3.0,
+) -> dict[str, Any]:
+    """Write the training set `data`, its negatives replaced by mined ones, to the folder `output`, which `load_training_set` reads.
+
+    Args:
+        data: whatever `load_training_set` reads. Splits that are not in `splits` are carried over as they are.
+        collection: a passages file as DPR's (.tsv), a BEIR folder, or a .jsonl of "text" and perhaps "title", each plain, .gz or .xz.
+            None: the corpus of `data` where it is a BEIR folder, else the positives of the splits that are mined.
+        method: "bm25", "dense" (by the trained `model`) or "given" (the negatives that `data` has, checked again).
+        per_query, depth, match, stopwords: as for `mine_bm25`.
+        filters: options of sentence-transformers' `mine_hard_negatives`, for "dense".
+        cross_encoder, margin: as for `denoise`; None: no denoising.
+
+    Returns rows, rows_without_negatives, negatives, negatives_per_row, passages, seconds and peak_bytes (of this process so far).
+    The folder appears when it is whole, and not before; passages and results pass through hidden files beside it. `mine.json` in it
+    says how it was made.
+    """
+    started = time.monotonic()
+    data, output = Path(data), Path(output)
+    _check(data, output, method, splits)
+    # Whatever is wrong with an option or a model is said before the collection is read, which may take long.
+    miner = _miner(method, per_query, depth, match, stopwords, model, filters or {})
+    scorer = None if cross_encoder is None else _cross_encoder(cross_encoder)
+    with _scratch_beside(output) as scratch:
+        tables = {name: load_training_set(data, name) for name in split_names(data)}
+        mined = concatenate_datasets([tables[name] for name in splits])
+        passages = _stored([] if method == "given" else _texts(data, collection, mined), scratch)
+        negatives = miner(mined, passages, scratch)
+        if scorer is not None:
+            negatives = denoise(mined, negatives, scorer, margin=margin)
+        negatives = iter(tqdm(negatives, desc="mining", total=len(mined), unit="row", dynamic_ncols=True))
+        counts: list[int] = []
+        for name in splits:
+            tables[name] = _written(_filled(tables[name], negatives, counts), FEATURES, scratch / f"{name}.arrow")
+        assert next(negatives, None) is None
+        summary = _summary(counts, len(passages), time.monotonic() - started)
+        DatasetDict(tables).save_to_disk(str(scratch / "whole"))
+        (scratch / "whole" / "mine.json").write_text(json.dumps(summary | provenance(), indent=1))
+        os.replace(scratch / "whole", output)
+    return summary
+
+
+def _check(data: Path, output: Path, method: str, splits: Sequence[str]) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise ValueError(f"{output} exists already; remove it or choose another output")
+    names = split_names(data)
+    if missing := [name for name in splits if name not in names]:
+        raise DataError(f"{data} has no split {missing[0]!r}; it has {', '.join(names)}")
+    if not splits or len(set(splits)) < len(splits):
+        raise ValueError(f"splits={list(splits)} must name at least one split, and none twice")
+
+
+def _miner(
+    method: str, per_query: int, depth: int, match: str, stopwords: str | None, model: str | Path | None, filters: dict[str, Any]
+) -> Callable[[Dataset, Dataset, Path], Iterator[list[str]]]:
+    """(training set, passages, scratch folder) -> negatives per row, with options that were checked and a model that was loaded."""
+    check_numbers(per_query, depth)
+    check_match(match)
+    if method == "given":
+        return lambda rows, passages, scratch: given(rows, per_query=per_query, match=match)
+    if method == "bm25":
+        from contaccum.data.bm25 import tokenizer_without
+
+        tokenizer_without(stopwords)
+        return lambda rows, passages, scratch: mine_bm25(rows, passages, per_query=per_query, depth=depth, match=match, stopwords=stopwords)
+    if model is None:
+        raise ValueError("method='dense' needs the folder or name of a trained model; give one with --model")
+    from sentence_transformers import SentenceTransformer
+
+    encoder = load_model(SentenceTransformer, model)
+    return lambda rows, passages, scratch: mine_dense(
+        rows, passages, encoder, per_query=per_query, depth=depth, match=match, scratch=scratch, **filters
+    )
+
+
+def split_names(data: Path) -> list[str]:
+    """The splits of a training set, as `load_training_set` takes them; "train" where it has none."""
+    if is_beir(data):
+        return list(find_qrels(data))
+    if (listing := data / "dataset_dict.json").is_file():
+        return list(json.loads(listing.read_text())["splits"])
+    return ["train"]
+
+
+def _cross_encoder(name: str | Path) -> Any:
+    from sentence_transformers import CrossEncoder
+
+    return load_model(CrossEncoder, name)
+
+
+@contextmanager
+def _scratch_beside(output: Path) -> Iterator[Path]:
+    """A hidden folder on the output's file system, so that a rename moves what is finished; it is gone afterwards, whatever happened."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch)
+
+
+def _texts(data: Path, collection: str | Path | None, mined: Dataset) -> Iterable[str]:
+    """The texts to choose negatives from."""
+    if collection is not None:
+        return read_texts(Path(collection))
+    return read_texts(data) if is_beir(data) else dict.fromkeys(mined["positive"])
+
+
+def read_texts(collection: Path) -> Iterator[str]:
+    """The passages of a collection, a title before its text: a BEIR folder, DPR's .tsv, or a .jsonl, as a stream."""
+    if not collection.exists():
+        raise DataError(f"{collection} does not exist; give a passages .tsv, a .jsonl or a BEIR folder")
+    kind = "folder" if collection.is_dir() else bare_suffix(collection)
+    readers = {"folder": read_collection, ".tsv": read_passages, ".jsonl": _read_jsonl_passages}
+    if kind not in readers:
+        raise DataError(f"{collection} is of no known kind; give a passages .tsv, a .jsonl (also .gz, .xz) or a BEIR folder")
+    return (passage_text(title, text) for _, title, text in readers[kind](collection))
+
+
+def _read_jsonl_passages(path: Path) -> Iterator[tuple[str, str, str]]:
+    """(line number, title, text): identifiers are not asked for."""
+    line = 0
+    for line, record in read_jsonl(path):
+        title = "" if record.get("title") is None else text_field(record, "title", path, line)
+        yield str(line), title, text_field(record, "text", path, line)
+    if not line:
+        raise DataError(f"{path} is empty")
+
+
+def _stored(texts: Iterable[str], scratch: Path) -> Dataset:
+    """The passages as a table on disk."""
+    counted = iter(tqdm(texts, desc="reading", unit="passage", dynamic_ncols=True))
+    batches = iter(lambda: list(islice(counted, 1000)), [])
+    return _written(({"text": batch} for batch in batches), PASSAGES, scratch / "passages.arrow")
+
+
+def _filled(table: Dataset, negatives: Iterator[list[str]], counts: list[int]) -> Iterator[dict[str, list[Any]]]:
+    """The rows of `table` in batches with the next of `negatives`, whose numbers are added to `counts`."""
+    for rows in table.iter(batch_size=1000):
+        rows["negatives"] = list(islice(negatives, len(rows["query"])))
+        counts.extend(len(texts) for texts in rows["negatives"])
+        yield rows
+
+
+def _written(batches: Iterable[dict[str, list[Any]]], features: Features, file: Path) -> Dataset:
+    """A table written as a stream and memory-mapped."""
+    with ArrowWriter(path=str(file), features=features) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+        writer.finalize()
+    return Dataset.from_file(str(file))
+
+
+def _summary(counts: list[int], passages: int, seconds: float) -> dict[str, Any]:
+    return {
+        "rows": len(counts),
+        "rows_without_negatives": counts.count(0),
+        "negatives": sum(counts),
+        "negatives_per_row": sum(counts) / max(1, len(counts)),
+        "passages": passages,
+        "seconds": seconds,
+        "peak_bytes": _peak_bytes(),
+    }
+
+
+def _peak_bytes() -> int | None:
+    """The most memory that this process has held; None on Windows, which does not say."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

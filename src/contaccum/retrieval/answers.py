@@ -1,0 +1,88 @@
+"""Whether a passage contains an answer, as DPR decides it, and the share of questions answered within the first k passages.
+
+String answers: passage and answer are NFD-normalised and cut into words (runs of letters, digits and marks; every other visible
+character is a word of its own); each word is lower-cased; the answer's words must stand in the passage as one contiguous run.
+Regex answers (CuratedTREC): the NFD-normalised pattern is searched in the NFD-normalised passage.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+
+MATCHES = ("string", "regex")
+FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
+WORD = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]", flags=FLAGS)
+
+
+def has_answer(answers: Sequence[str], text: str, match: str = "string") -> bool:
+    """Whether `text` contains at least one of `answers`; equals DPR's `has_answer` for match "string" and "regex".
+
+    As there, a string answer without any word (an empty one, say) is contained in every text, and an invalid pattern in none.
+    """
+    return AnswerMatcher(answers, match).found_in(searchable(text, match))
+
+
+def searchable(text: str, match: str = "string") -> str:
+    """The form of a passage that an `AnswerMatcher` searches; compute it once where one passage meets many questions.
+
+    For "string" the words of the passage, lower-cased, each between single spaces; for "regex" the NFD-normalised passage.
+    """
+    normal = unicodedata.normalize("NFD", text)
+    if check_match(match) == "regex":
+        return normal
+    return f" {' '.join(word.lower() for word in WORD.findall(normal))} "
+
+
+class AnswerMatcher:
+    """A question's answers, made ready once and looked up in many passages.
+
+    `AnswerMatcher(answers, match).found_in(searchable(text, match))` equals `has_answer(answers, text, match)`.
+    """
+
+    def __init__(self, answers: Iterable[str], match: str = "string") -> None:
+        if check_match(match) == "regex":
+            compiled = (_compiled(unicodedata.normalize("NFD", answer)) for answer in answers)
+            self.patterns, self.runs = [pattern for pattern in compiled if pattern is not None], []
+        else:
+            # A word never holds a space, so a run of words between spaces is found as a substring. No words: two spaces become one,
+            # which every searchable text holds.
+            self.patterns, self.runs = [], [searchable(answer).replace("  ", " ") for answer in answers]
+
+    def found_in(self, form: str) -> bool:
+        """Whether the passage with this `searchable` form contains one of the answers."""
+        return any(run in form for run in self.runs) or any(pattern.search(form) is not None for pattern in self.patterns)
+
+
+def top_k_hits(hits: Sequence[Sequence[bool]], ks: Sequence[int]) -> dict[int, float]:
+    """k -> share of questions with at least one hit among their first k passages.
+
+    `hits` holds, per question, whether each retrieved passage contains an answer, best passage first. A question with fewer than
+    k passages is judged by those it has.
+    """
+    if not hits:
+        raise ValueError("no question was given; Top@k needs at least one")
+    if wrong := [k for k in ks if k < 1]:
+        raise ValueError(f"k={wrong[0]} counts no passage; use 1 or more")
+    # Rank of the first hit, 0 for the best passage; None where there is none.
+    first = [next((rank for rank, hit in enumerate(flags) if hit), None) for flags in hits]
+    return {k: sum(rank is not None and rank < k for rank in first) / len(hits) for k in ks}
+
+
+def check_match(match: str) -> str:
+    """`match`, which is one of `MATCHES`."""
+    if match not in MATCHES:
+        raise ValueError(f"match={match!r} is unknown; choose one of {', '.join(MATCHES)}")
+    return match
+
+
+def _compiled(pattern: str) -> Any:
+    """The pattern, or None where it is invalid. DPR's definition is that whatever cannot be compiled matches nothing, and `regex`
+    raises more than its own error for malformed patterns, so every exception counts."""
+    try:
+        return regex.compile(pattern, flags=FLAGS)
+    except Exception:
+        return None
