@@ -94,6 +94,29 @@ def test_a_skipped_step_is_no_update(tiny_encoder) -> None:
     assert loss.criterion.updates == 1
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_skipped_by_the_loss_scaler_is_no_update(tiny_encoder, fused: bool) -> None:
+    """A real scaler and optimizer, on the CPU: infinite gradients leave the weights alone, fused or not."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    Accelerator(cpu=True)  # its optimizer asks for the process's state
+    weight = torch.nn.Parameter(torch.ones(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer = AcceleratedOptimizer(torch.optim.AdamW([weight], lr=0.1, fused=fused), scaler=scaler)
+    loss = ContAccumLoss(tiny_encoder(), bank_size=4)
+    callback = ContAccumCallback(loss)
+    for gradient in (1.0, float("inf"), 1.0):
+        before = weight.detach().clone()
+        scaler.scale(weight.sum() * gradient).backward()
+        callback.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
+        optimizer.step()
+        callback.on_optimizer_step(SimpleNamespace(learning_rate=0.1), None, None, optimizer=optimizer)
+        assert torch.equal(weight, before) == (gradient == float("inf"))
+        optimizer.zero_grad()
+    assert loss.criterion.updates == 2
+
+
 def test_a_new_training_starts_with_an_empty_bank(tiny_encoder, tmp_path) -> None:
     model = tiny_encoder()
     loss = ContAccumLoss(model, bank_size=100)

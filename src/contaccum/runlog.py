@@ -15,9 +15,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from contaccum.criterion import DualBankInfoNCE, MicroStep
 from contaccum.data.training import DrawNegatives
 from contaccum.logfile import keep_updates
+from contaccum.trainer import SkippedSteps
 
 
-class RunLog(TrainerCallback):
+class RunLog(SkippedSteps):
     """One line per update in `log.jsonl`: nothing in it depends on the clock, so that a resumed run's log equals an uninterrupted one's.
 
     Values stay on the device until they are written, every `every` updates and before every checkpoint.
@@ -45,7 +46,7 @@ class RunLog(TrainerCallback):
     ) -> None:
         """Before the schedule moves on: this update's own learning rate."""
         self.lr = float(optimizer.param_groups[0]["lr"])
-        self.skipped = bool(getattr(optimizer, "step_was_skipped", False))
+        self.skipped = self.was_skipped(optimizer)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         line = {"update": state.global_step, "epoch": state.epoch, "lr": self.lr, "losses": self.losses}

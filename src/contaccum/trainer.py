@@ -28,7 +28,32 @@ class BeforeCheckpoint(Protocol):
     def before_checkpoint(self, folder: Path) -> None: ...
 
 
-class ContAccumCallback(TrainerCallback):
+class SkippedSteps(TrainerCallback):
+    """Knows whether the last optimizer step was skipped for fp16 overflow.
+
+    Accelerate notices only where the scaler leaves out the optimizer's `step`; a fused optimizer is called all the same and skips
+    inside, which shows in the scaler's lowered scale.
+    """
+
+    scale_before: float | None = None
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        self.scale_before = _loss_scale(optimizer)
+
+    def was_skipped(self, optimizer: Any) -> bool:
+        scale = _loss_scale(optimizer)
+        lowered = scale is not None and self.scale_before is not None and scale < self.scale_before
+        return lowered or bool(getattr(optimizer, "step_was_skipped", False))
+
+
+def _loss_scale(optimizer: Any) -> float | None:
+    scaler = getattr(optimizer, "scaler", None)
+    return None if scaler is None else float(scaler.get_scale())
+
+
+class ContAccumCallback(SkippedSteps):
     """Keeps the banks of a loss (or of several, or of one inside another) in step with a `SentenceTransformerTrainer`.
 
     1. Training begins: banks are reset, or read from the checkpoint that is resumed.
@@ -51,7 +76,7 @@ class ContAccumCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        if getattr(optimizer, "step_was_skipped", False):
+        if self.was_skipped(optimizer):
             return
         lr, peak = optimizer.param_groups[0]["lr"], args.learning_rate
         for loss in bank_losses(self.loss):
