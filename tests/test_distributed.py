@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from contaccum.methods import METHODS
 from contaccum.logfile import read_log
+from contaccum.methods import METHODS
 from test_train import command, options
 
 WORKER = str(Path(__file__).with_name("distributed_worker.py"))

@@ -1,0 +1,282 @@
+"""`encode`: a model and a collection, or queries, in; shards of vectors out.
+
+1. The texts are read as a stream and cut into shards of `shard_size`; process r of w takes the shards r, r + w, r + 2w, ...
+2. A shard that is already there, whole and made of the same texts, is left alone.
+3. Any other is encoded window by window and written; it appears when it is whole.
+4. Whichever process finds that all shards are there writes the finished manifest. Nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from itertools import count, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contaccum.errors import DataError
+from contaccum.provenance import provenance
+from contaccum.retrieval.shards import (
+    DTYPES,
+    MANIFEST,
+    forget_entry,
+    id_array,
+    read_entry,
+    read_entry_unchecked,
+    read_manifest,
+    write_json,
+    write_shard,
+)
+from contaccum.retrieval.texts import count_lines, encoded_texts, read_queries
+
+if TYPE_CHECKING:
+    from contaccum.retrieval.batches import Encoder
+
+Text = tuple[str, str]  # id, what is encoded
+
+WINDOW = 8192  # texts that are tokenised and sorted together
+MUST_MATCH = ("model_checksum", "task", "dtype", "dim", "shard_size", "max_seq_length", "precision", "normalized", "prompt")
+
+
+def encode(
+    model: Any,
+    texts: str | Path,
+    output: str | Path,
+    *,
+    queries: bool = False,
+    split: str | None = None,
+    dtype: str = "float16",
+    shard_size: int = 100_000,
+    max_seq_length: int | None = None,
+    tokens_per_batch: int | None = None,
+    precision: str | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Write the vectors of `texts` to the folder `output`, which `Vectors` reads, and return a summary.
+
+    They equal `model.encode_document` (with `queries`: `encode_query`) up to rounding; of a model whose similarity is cosine, with
+    `normalize_embeddings=True`, so that search is always by inner product. Run again after an interruption, it keeps the shards that
+    are there: the files are the same as without one. Under torchrun the processes share the shards.
+
+    Args:
+        model: folder or name of a SentenceTransformer, or the object.
+        texts: what `read_collection_of` reads, or with `queries` what `read_queries` reads; `split` is for queries.
+        dtype: "float16" or "float32", of the stored vectors.
+        max_seq_length: tokens per text; None: the model's own.
+        tokens_per_batch: None: 4,096 on a CPU, 65,536 on a GPU.
+        precision: of the computation, "fp32", "bf16" or "fp16"; None: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and
+            half precision is what is stored; a value that overflows is noticed).
+    """
+    from contaccum.retrieval.model import load_model
+
+    started, output = time.monotonic(), Path(output)
+    _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
+    source = _Source(texts, queries, split)
+    loaded = load_model(model, device, max_seq_length)
+    encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision)
+    description = _description(loaded, encoder, model, source, dtype, shard_size)
+    _open_output(output, description)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    done = _Progress(source, progress and rank == 0, world)
+    total, number = 0, -1
+    for number, size, shard in _shards(iter(source), shard_size, rank, world):
+        total += size
+        if shard:
+            _encode_shard(encoder, shard, output, number, dtype, done)
+    done.close()
+    shards = number + 1
+    complete = _finish(output, shards, total)
+    return {
+        "texts": total,
+        "encoded": done.encoded,
+        "shards": shards,
+        "dim": description["dim"],
+        "complete": complete,
+        "seconds": time.monotonic() - started,
+        "texts_per_second": done.rate(),
+        "output": str(output),
+    }
+
+
+def make_encoder(model: Any, task: str, tokens_per_batch: int | None, precision: str | None) -> Encoder:
+    """The encoder with the defaults of `encode` for the model's device and similarity."""
+    from contaccum.retrieval.batches import Encoder
+    from contaccum.retrieval.model import is_cosine
+
+    on_gpu = model.device.type == "cuda"
+    budget = tokens_per_batch or (65_536 if on_gpu else 4_096)
+    return Encoder(model, task, budget, precision or ("fp16" if on_gpu else "fp32"), normalize=is_cosine(model))
+
+
+def _shards(stream: Iterator[Text], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[Text]]]:
+    """Step 1: (number, count, texts) of every shard; the texts of other processes' shards are counted, but not held."""
+    for number in count():
+        part = islice(stream, size)
+        texts = list(part) if number % world == rank else []
+        if not (found := len(texts) or sum(1 for _ in part)):
+            return
+        yield number, found, texts
+
+
+class _Source:
+    """(id, text) pairs, from the first each time."""
+
+    def __init__(self, path: str | Path, queries: bool, split: str | None) -> None:
+        self.path, self.split = path, split
+        self.queries = [(query.id, query.text) for query in read_queries(path, split)] if queries else None
+        if self.queries is None:
+            next(self.__iter__())  # a file that cannot be used is refused before the model is loaded
+
+    def __iter__(self) -> Iterator[Text]:
+        return iter(self.queries) if self.queries is not None else encoded_texts(self.path)
+
+    def about(self) -> int:
+        """Number of texts, or close to it."""
+        return len(self.queries) if self.queries is not None else count_lines(self.path)
+
+
+class _Progress:
+    """Passages per second and time left, of this process's part; shards that were there do not count."""
+
+    def __init__(self, source: _Source, shown: bool, world: int) -> None:
+        from tqdm import tqdm
+
+        self.encoded, self.started = 0, 0.0
+        total = -(-source.about() // world) if shown else None
+        self.bar = tqdm(total=total, desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True)
+
+    def add(self, texts: int) -> None:
+        self.encoded += texts
+        self.bar.update(texts)
+
+    def skip(self, texts: int) -> None:
+        if self.bar.total is not None:
+            self.bar.total = max(self.bar.n, self.bar.total - texts)
+            self.bar.refresh()
+
+    def begin(self) -> None:
+        self.started = self.started or time.monotonic()
+
+    def rate(self) -> float:
+        return self.encoded / (time.monotonic() - self.started) if self.encoded else 0.0
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def _encode_shard(encoder: Any, shard: list[Text], output: Path, number: int, dtype: str, done: _Progress) -> None:
+    """Steps 2 and 3 for one shard."""
+    from contaccum.retrieval.batches import ahead
+
+    ids, texts = [key for key, _ in shard], [text for _, text in shard]
+    checksum = _texts_checksum(shard)
+    if (entry := read_entry(output, number)) is not None:
+        if entry.texts_sha256 != checksum:
+            raise DataError(f"{output} was encoded from other texts (shard {number} differs); choose another output")
+        return done.skip(len(shard))
+    forget_entry(output, number)
+    done.begin()
+    id_array(ids)  # an id that cannot be stored is refused before its shard is encoded
+    windows = (texts[begin : begin + WINDOW] for begin in range(0, len(texts), WINDOW))
+    parts = [stored(encoder.vectors(batches, done.add), dtype) for batches in ahead(encoder.batches(window) for window in windows)]
+    write_shard(output, number, np.concatenate(parts), ids, checksum)
+    return None
+
+
+def stored(vectors: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """The vectors in the type in which they are stored, all finite."""
+    with np.errstate(over="ignore"):
+        cast = vectors.astype(dtype)
+    if not np.isfinite(cast).all():
+        remedy = "use --dtype float32" if np.isfinite(vectors).all() else "try --precision fp32, or check the model"
+        raise ValueError(f"a vector is not finite as {dtype} (largest value {np.abs(vectors).max():g}); {remedy}")
+    return cast
+
+
+def _texts_checksum(shard: Iterable[Text]) -> str:
+    digest = hashlib.sha256()
+    for key, text in shard:
+        digest.update(f"{len(key)} {len(text)} {key}{text}".encode())
+    return digest.hexdigest()
+
+
+def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: str, shard_size: int) -> dict[str, Any]:
+    from contaccum.retrieval.model import model_checksum
+
+    told = provenance()
+    return {
+        "complete": False,
+        "model": str(name) if isinstance(name, (str, Path)) else type(name).__name__,
+        "model_checksum": model_checksum(model),
+        "task": encoder.task,
+        "prompt": encoder.prompt,
+        "source": str(source.path),
+        "split": source.split,
+        "dim": int(encoder.vectors(encoder.batches(["a"])).shape[1]),
+        "dtype": dtype,
+        "normalized": encoder.normalize,
+        "precision": encoder.precision,
+        "max_seq_length": model.max_seq_length,
+        "shard_size": shard_size,
+        "commit": told["commit"],
+        "versions": told["versions"],
+    }
+
+
+def _open_output(output: Path, description: dict[str, Any]) -> None:
+    """Start a folder, or go on with one that the same model and settings began."""
+    output.mkdir(parents=True, exist_ok=True)
+    if (output / MANIFEST).exists():
+        known = read_manifest(output)
+        if wrong := [name for name in MUST_MATCH if known.get(name) != description[name]]:
+            told = f"{wrong[0]}={known.get(wrong[0])!r}, not {description[wrong[0]]!r}"
+            raise DataError(f"{output} was begun with {told}; give what it was begun with, or another output")
+    elif any(file.name != MANIFEST and file.suffix != ".part" for file in output.iterdir()):  # another process may just have written it
+        raise DataError(f"{output} holds files but no {MANIFEST}; choose another output")
+    else:
+        write_json(output / MANIFEST, description)
+
+
+def _finish(output: Path, shards: int, total: int) -> bool:
+    """Step 4. Processes that finish together write the same."""
+    entries = [read_entry_unchecked(output, number) for number in range(shards)]
+    found = [entry for entry in entries if entry is not None]
+    if len(found) < shards:
+        return False
+    if read_entry_unchecked(output, shards) is not None:
+        raise DataError(f"{output} holds more shards than these texts fill ({shards}); choose another output")
+    # The commit and versions are those of the run that began the folder.
+    begun = read_manifest(output)
+    write_json(output / MANIFEST, {**begun, "complete": True, "count": total, "shards": [asdict(entry) for entry in found]})
+    for left in output.glob("shard-*.part"):  # of processes that were killed: nobody writes a shard any more
+        left.unlink(missing_ok=True)
+    return True
+
+
+def _check(
+    dtype: str,
+    shard_size: int,
+    max_seq_length: int | None,
+    tokens_per_batch: int | None,
+    precision: str | None,
+    split: str | None,
+    queries: bool,
+) -> None:
+    from contaccum.retrieval.batches import PRECISIONS
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+    for name, value in (("shard_size", shard_size), ("max_seq_length", max_seq_length), ("tokens_per_batch", tokens_per_batch)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be 1 or more")
+    if split is not None and not queries:
+        raise ValueError(f"split={split!r} chooses queries; add --queries")

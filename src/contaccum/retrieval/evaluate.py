@@ -1,0 +1,127 @@
+"""`evaluate`: a run in, metrics out, per query and as means; two runs compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from contaccum.data.beir import read_qrels
+from contaccum.data.files import bare_suffix, shown
+from contaccum.errors import DataError
+from contaccum.retrieval.compare import paired_comparison
+from contaccum.retrieval.metrics import DEFAULT, PerQuery, judged_metrics
+from contaccum.retrieval.runs import Run, read_dpr_results, read_run
+from contaccum.retrieval.shards import write_json
+from contaccum.retrieval.texts import Query, qrels_file, read_collection_of, read_queries
+
+TOP = (1, 5, 20, 100)
+
+Flags = dict[str, list[bool]]  # query -> whether each of its passages, best first, contains an answer
+
+
+def evaluate(
+    run: str | Path,
+    *,
+    qrels: str | Path | None = None,
+    queries: str | Path | None = None,
+    collection: str | Path | None = None,
+    split: str | None = None,
+    match: str = "string",
+    metrics: Sequence[str] = DEFAULT,
+    top: Sequence[int] = TOP,
+    compare: str | Path | None = None,
+    output: str | Path | None = None,
+) -> dict[str, Any]:
+    """Judge a run: {"queries", "metrics": name -> mean, "per_query": name -> query -> value}, and "comparison" with `compare`.
+
+    By judgements: `qrels`, a file or a BEIR folder (its `split`, "test" by default), gives `metrics`. By answers: Top@k for each k of
+    `top`, the share of queries with an answer among their first k passages, as DPR computes it (`match` "string" or "regex"); answers
+    and texts are those of `queries` and `collection`, or of the run itself where it is DPR's retriever output (.json). Both may be
+    asked for. `output` receives the same as JSON.
+    """
+    if not top or min(top) < 1:
+        raise ValueError(f"top={list(top)} must be numbers of passages, 1 or more")
+
+    def judge(path: str | Path) -> PerQuery:
+        return _judge(Path(path), qrels, queries, collection, split, match, metrics, top)
+
+    found = judge(run)
+    result: dict[str, Any] = {
+        "run": str(run),
+        "queries": len(next(iter(found.values()))),
+        "metrics": {name: sum(values.values()) / len(values) for name, values in found.items()},
+    }
+    if compare is not None:
+        other = judge(compare)
+        result["comparison"] = {"run": str(compare), **{name: paired_comparison(found[name], other[name]) for name in found}}
+    result["per_query"] = found
+    if output is not None:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        write_json(Path(output), result)
+    return result
+
+
+def _judge(
+    run: Path,
+    qrels: str | Path | None,
+    queries: str | Path | None,
+    collection: str | Path | None,
+    split: str | None,
+    match: str,
+    metrics: Sequence[str],
+    top: Sequence[int],
+) -> PerQuery:
+    found: PerQuery = {}
+    if qrels is not None:
+        found |= judged_metrics(read_run(run), read_qrels(qrels_file(Path(qrels), split)), metrics)
+    flags = _answer_flags(run, queries, collection, split, match)
+    if flags is not None:
+        found |= {f"Top@{k}": {query: float(any(hits[:k])) for query, hits in flags.items()} for k in top}
+    if not found:
+        raise ValueError(f"{run} can be judged by nothing; give --qrels, or --queries with answers and --collection")
+    return found
+
+
+def _answer_flags(run: Path, queries: str | Path | None, collection: str | Path | None, split: str | None, match: str) -> Flags | None:
+    """By the given queries and collection, else by what the run itself holds; None where neither knows answers."""
+    if queries is not None:
+        known = [query for query in read_queries(queries, split) if query.answers]
+        if not known:
+            raise DataError(f"{queries} holds no answers; give queries with answers, or --qrels")
+        if collection is None:
+            raise ValueError("answers are looked up in the passages' texts; give --collection")
+        return answer_flags(read_run(run), known, collection, match)
+    return _own_flags(run, match) if bare_suffix(run) == ".json" else None
+
+
+def answer_flags(run: Run, queries: Sequence[Query], collection: str | Path, match: str = "string") -> Flags:
+    """Whether each passage contains an answer; the collection is read once, as a stream. A query without results has no flags."""
+    from contaccum.retrieval.answers import AnswerMatcher, searchable
+
+    if not any(query.id in run for query in queries):
+        raise DataError(f"the run has none of the queries, such as {shown(queries[0].id)}; do they belong together?")
+    matchers = {query.id: AnswerMatcher(query.answers, match) for query in queries}
+    asked: dict[str, list[tuple[str, int]]] = {}  # passage -> (query, rank) of all who found it
+    for query in matchers:
+        for rank, hit in enumerate(run.get(query, [])):
+            asked.setdefault(hit.id, []).append((query, rank))
+    flags = {query: [False] * len(run.get(query, [])) for query in matchers}
+    for key, _, text in read_collection_of(collection):
+        places = asked.pop(key, None)
+        form = searchable(text, match) if places else ""
+        for query, rank in places or []:
+            flags[query][rank] = matchers[query].found_in(form)
+    if asked:
+        raise DataError(f"{collection} does not hold the passage {shown(next(iter(asked)))} of the run; do they belong together?")
+    return flags
+
+
+def _own_flags(run: Path, match: str) -> Flags | None:
+    from contaccum.retrieval.answers import has_answer
+
+    flags: Flags = {}
+    for query, _, texts in read_dpr_results(run):
+        if query.answers:
+            flags[query.id] = [has_answer(query.answers, text, match) for text in texts]
+    return flags or None

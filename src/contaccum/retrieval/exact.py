@@ -1,0 +1,193 @@
+"""Exact search over vectors on disk, in memory that does not grow with them.
+
+A score is the inner product in float64, rounded to float32; a query's result is its k highest scores, equal ones by id. That is the
+definition (`brute_force`), and neither back end, device, number of shards nor threads changes it:
+
+1. The vectors stream past in blocks. A back end computes a block's scores in a fast type and proposes every pair (query, vector) whose
+   score lies within the rounding error of the k-th best so far. That error is at most `Products.error` * |query| * |vector|.
+2. Proposed pairs, few after the first blocks, are scored in float64.
+3. They join the running k best of their queries; only there are ids compared, and only between equal scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contaccum.retrieval.batches import ahead
+from contaccum.retrieval.shards import Vectors
+from contaccum.retrieval.topk import TopK
+
+BACKENDS = ("torch", "faiss")
+BLOCK_ROWS = {"cpu": 32_768, "cuda": 262_144}
+SCORES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}  # of a block of queries with a block of vectors
+RESCORED_AT_ONCE = {"cpu": 512, "cuda": 65_536}  # on a CPU, what stays in its cache: eight times as fast as 4,096
+SPARE = 16  # proposals of faiss beyond k, so that a tie at the k-th place is seen
+
+Pairs = tuple[Tensor, Tensor]  # rows of queries, rows of the block
+
+
+def brute_force(queries: NDArray[Any], vectors: NDArray[Any], ids: NDArray[Any], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The definition: (scores, rows), each (queries, min(k, vectors))."""
+    scores = (queries.astype(np.float64) @ vectors.astype(np.float64).T).astype(np.float32)
+    order = np.stack([np.lexsort((ids, -row))[:k] for row in scores])
+    return np.take_along_axis(scores, order, 1), order
+
+
+def exact_search(
+    queries: NDArray[Any],
+    vectors: Vectors,
+    k: int,
+    backend: str = "torch",
+    device: str | None = None,
+    advance: Callable[[int], None] = lambda vectors: None,
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Equals `brute_force`. `advance` is told how many vectors have passed. Queries (n, dim) and results must fit in memory."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    place = torch.device("cpu" if backend == "faiss" else device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    asked = torch.from_numpy(np.ascontiguousarray(queries)).to(place)
+    half = asked.dtype == torch.float16 and vectors.dtype == np.float16
+    products = Products(asked, torch.float32 if backend == "faiss" else fast_type(place, half))
+    propose = propose_faiss if backend == "faiss" else propose_torch
+    best = TopK(len(queries), min(k, len(vectors)), vectors.ids_at)
+    with _full_precision():
+        for start, raw in ahead(vectors.blocks(of_device(BLOCK_ROWS, place))):
+            _search_block(products, torch.from_numpy(raw).to(place), start, best, propose)
+            advance(len(raw))
+    return best.scores, best.rows
+
+
+def fast_type(place: torch.device, half: bool) -> torch.dtype:
+    """In which products are fast: float16 on a GPU where all vectors are so, bfloat16 on a CPU that has instructions for it."""
+    if place.type == "cuda":
+        return torch.float16 if half else torch.float32
+    return torch.bfloat16 if place.type == "cpu" and torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+class Products:
+    """All inner products of queries with a block in a fast type, in buffers that are used again: fresh memory costs as much as the work."""
+
+    def __init__(self, queries: Tensor, dtype: torch.dtype) -> None:
+        self.queries, self.dtype = queries, dtype
+        self.fast = queries.to(dtype)
+        self.lengths = torch.linalg.vector_norm(queries, dim=1, dtype=torch.float32)
+        # Sums of dim single-precision products; twice the bound of rounding to nearest, since a GPU may truncate.
+        self.error = 2 * (queries.shape[1] + 4) * 2.0**-24
+        if dtype == torch.bfloat16:  # 2^-9 from rounding each factor, and the result
+            self.error += 1.01 * 3 * 2.0**-9
+        self._buffers: dict[str, Tensor] = {}
+
+    def convert(self, block: Tensor) -> Tensor:
+        """The block in the fast type; valid until the next one."""
+        return block if block.dtype == self.dtype else self._buffer("block", block.shape, self.dtype).copy_(block)
+
+    def scores(self, begin: int, end: int, block: Tensor) -> Tensor:
+        """(queries, block); valid until the next call."""
+        part = self.fast[begin:end]
+        if self.dtype == torch.float16:
+            return torch.mm(part, block.T, out_dtype=torch.float32)
+        return torch.mm(part, block.T, out=self._buffer("scores", (len(part), len(block)), self.dtype))
+
+    def passing(self, scores: Tensor, lowest: Tensor) -> Tensor:
+        """Which scores reach `lowest`, which is rounded down where scores have fewer digits."""
+        floor = lowest.to(scores.dtype)
+        floor = torch.where(floor.float() > lowest, torch.nextafter(floor, torch.full_like(floor, -torch.inf)), floor)
+        return torch.ge(scores, floor[:, None], out=self._buffer("passing", scores.shape, torch.bool))
+
+    def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size, known = math.prod(shape), self._buffers.get(name)
+        if known is None or known.numel() < size:
+            self._buffers[name] = known = torch.empty(size, dtype=dtype, device=self.queries.device)
+        return known[:size].view(shape)
+
+
+def _search_block(products: Products, block: Tensor, start: int, best: TopK, propose: Any) -> None:
+    """Steps 1 to 3 for one block, queries in blocks too."""
+    fast, queries = products.convert(block), products.queries
+    longest = 1.01 * _longest(fast)
+    size = max(1, of_device(SCORES_AT_ONCE, block.device) // len(block))
+    for begin in range(0, len(queries), size):
+        errors = products.error * longest * products.lengths[begin : begin + size]
+        floors = torch.from_numpy(best.floors(begin, begin + size)).to(block.device)
+        rows, columns = propose(products, begin, begin + len(floors), fast, floors, errors, best.k)
+        scores = _exact_scores(queries[begin : begin + size], block, rows, columns)
+        best.add(rows.cpu().numpy() + begin, scores.cpu().numpy(), columns.cpu().numpy() + start)
+
+
+def _longest(block: Tensor) -> float:
+    """Length of the longest vector; in portions, which is six times as fast on a CPU."""
+    portions = block.split(of_device(RESCORED_AT_ONCE, block.device))
+    return float(torch.stack([torch.linalg.vector_norm(part.float(), dim=1).max() for part in portions]).max())
+
+
+def _exact_scores(queries: Tensor, block: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """float64 inner products of these pairs, rounded to float32."""
+    size = of_device(RESCORED_AT_ONCE, block.device)
+    chunks = zip(rows.split(size), columns.split(size), strict=True)
+    scores = [(queries[row].double() * block[column].double()).sum(1).float() for row, column in chunks]
+    return torch.cat(scores) if scores else torch.empty(0)
+
+
+def propose_torch(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs:
+    """Every pair of these queries and the block that can be among its query's k best, given that k others reach `floors` (-inf: none)."""
+    scores = products.scores(begin, end, block)  # (queries, block)
+    return _reaching(products, scores, floors - errors, errors, k)
+
+
+def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor, k: int) -> Pairs:
+    rows, columns = _pairs(products.passing(scores, lowest))
+    # A query that many vectors of this block pass: the block's own k-th best is a better floor. The first block is always so.
+    crowded = (torch.bincount(rows, minlength=len(scores)) > 2 * k + SPARE).nonzero().flatten()
+    if not len(crowded):
+        return rows, columns
+    kth = scores[crowded].topk(k).values[:, -1].float()
+    lowest = lowest.index_copy(0, crowded, torch.maximum(lowest[crowded], kth - 2 * errors[crowded]))
+    return _pairs(products.passing(scores, lowest))
+
+
+def propose_faiss(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs:
+    """The same by faiss; queries with a tie, within rounding, at the end of what faiss returned are done as `propose_torch` does them."""
+    import faiss
+
+    queries, wanted = products.fast[begin:end], min(k + SPARE, len(block))
+    found, columns = faiss.knn(queries.numpy(), block.numpy(), wanted, metric=faiss.METRIC_INNER_PRODUCT)
+    scores, lowest = torch.from_numpy(found), floors - errors  # (queries, wanted), best first
+    if len(block) > k:
+        lowest = torch.maximum(lowest, scores[:, k - 1] - 2 * errors)
+    unsure = (scores[:, -1] >= lowest) & (wanted < len(block))
+    rows, places = _pairs((scores >= lowest[:, None]) & ~unsure[:, None])
+    again = unsure.nonzero().flatten()
+    more_rows, more_columns = _reaching(products, torch.mm(queries[again], block.T), lowest[again], errors[again], k)
+    return torch.cat([rows, again[more_rows]]), torch.cat([torch.from_numpy(columns)[rows, places], more_columns])
+
+
+def _pairs(passing: Tensor) -> Pairs:
+    if passing.device.type != "cpu":
+        rows, columns = passing.nonzero(as_tuple=True)
+        return rows, columns
+    # numpy skips long runs of False ten times faster than torch does.
+    flat = torch.from_numpy(np.flatnonzero(passing.numpy()))
+    return flat // passing.shape[1], flat % passing.shape[1]
+
+
+def of_device(table: dict[str, int], device: torch.device) -> int:
+    return table.get(device.type, table["cpu"])
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """float32 products in float32, whatever the caller has allowed: the error bound rests on it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

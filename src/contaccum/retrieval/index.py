@@ -1,0 +1,92 @@
+"""Approximate search by an index of faiss's factory (`IVF4096,PQ64`, `HNSW32`, ...), built from the shards, saved and reloaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contaccum.errors import DataError
+from contaccum.retrieval.batches import ahead
+from contaccum.retrieval.shards import Vectors, write_json
+
+BLOCK_ROWS = 65_536
+TRAINING_ROWS = 400_000  # IVF4096 asks for at least 39 vectors a cell
+
+
+def open_index(vectors: Vectors, factory: str, file: Path, advance: Callable[[int], None] = lambda vectors: None) -> Any:
+    """The index of these vectors: read from `file`, or built and written there. One of other vectors or another kind is refused."""
+    faiss = _faiss()
+    wanted = {"factory": factory, "vectors": vectors.checksum, "count": len(vectors)}
+    if file.exists():
+        if _told(file) != wanted:
+            raise DataError(f"{file} is an index of other vectors or another kind than {factory}; remove it or give another --index-file")
+        return faiss.read_index(str(file))
+    index = _build(vectors, factory, advance)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    faiss.write_index(index, str(part))
+    write_json(_telling(file), wanted)
+    os.replace(part, file)
+    return index
+
+
+def index_search(index: Any, queries: NDArray[Any], k: int, parameters: str = "") -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """(scores, rows), each (queries, k), best first; rows are -1 where the index found fewer. `parameters` as faiss's `nprobe=64`."""
+    if parameters:
+        try:
+            _faiss().ParameterSpace().set_index_parameters(index, parameters)
+        except RuntimeError as error:
+            raise ValueError(f"index parameters {parameters!r} do not fit this index: {_reason(error)}") from error
+    scores, rows = index.search(np.ascontiguousarray(queries, np.float32), min(k, index.ntotal))
+    return scores, rows
+
+
+def _build(vectors: Vectors, factory: str, advance: Callable[[int], None]) -> Any:
+    faiss = _faiss()
+    try:
+        index = faiss.index_factory(vectors.dim, factory, faiss.METRIC_INNER_PRODUCT)
+        if not index.is_trained:
+            index.train(_sample(vectors, TRAINING_ROWS))
+        for _, block in ahead(vectors.blocks(BLOCK_ROWS)):
+            index.add(block.astype(np.float32))
+            advance(len(block))
+    except RuntimeError as error:
+        raise ValueError(f"faiss cannot build {factory!r} from {len(vectors):,} vectors of {vectors.dim}: {_reason(error)}") from error
+    return index
+
+
+def _sample(vectors: Vectors, rows: int) -> NDArray[np.float32]:
+    """About `rows` vectors, evenly spaced over the collection: the same each time."""
+    step = max(1, -(-len(vectors) // rows))
+    parts = [
+        np.asarray(array[-int(start) % step :: step], np.float32) for array, start in zip(vectors.arrays(), vectors.starts, strict=False)
+    ]
+    return np.concatenate(parts)
+
+
+def _telling(file: Path) -> Path:
+    return file.with_name(file.name + ".json")
+
+
+def _told(file: Path) -> Any:
+    telling = _telling(file)
+    return json.loads(telling.read_text(encoding="utf-8")) if telling.exists() else None
+
+
+def _reason(error: Exception) -> str:
+    """faiss's messages say where they come from in C++; the end says why."""
+    return " ".join(str(error).split()).rsplit("failed: ", 1)[-1][:200]
+
+
+def _faiss() -> Any:
+    try:
+        import faiss
+    except ModuleNotFoundError as error:
+        raise ValueError("faiss is not installed; pip install 'contaccum[search]'") from error
+    return faiss

@@ -1,0 +1,138 @@
+"""Results of a search: TREC run files, and DPR's retriever output with texts."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TextIO
+
+from contaccum.data.files import bare_suffix, read_lines, shown
+from contaccum.data.json_array import read_array
+from contaccum.data.store import TextStore
+from contaccum.errors import DataError
+from contaccum.retrieval.texts import Query, read_collection_of
+
+
+class Hit(NamedTuple):
+    id: str
+    score: float
+
+
+Run = dict[str, list[Hit]]  # query id -> passages, best first
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[TextIO]:
+    """A text file that appears under its name when it is whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            yield file
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_run(file: TextIO, run: Mapping[str, Sequence[Hit]], tag: str = "contaccum") -> None:
+    """`query Q0 passage rank score tag`, ranks from 1; scores keep all digits of a float32."""
+    for query, hits in run.items():
+        for rank, (key, score) in enumerate(hits, 1):
+            file.write(f"{_word(query)} Q0 {_word(key)} {rank} {score:.9g} {tag}\n")
+
+
+def _word(key: str) -> str:
+    if len(key.split()) != 1 or key != key.strip():
+        raise DataError(f"the id {shown(key)} is no single word, which a TREC run file needs; rename it")
+    return key
+
+
+def read_run(path: str | Path) -> Run:
+    """A TREC run file, passages by rank; or DPR's retriever output (.json), as it is ordered."""
+    path = Path(path)
+    run = _dpr_run(path) if bare_suffix(path) == ".json" else _trec_run(path)
+    if not run:
+        raise DataError(f"{path} holds no results")
+    return run
+
+
+def _dpr_run(path: Path) -> Run:
+    return {query.id: hits for query, hits, _ in read_dpr_results(path)}
+
+
+def _trec_run(path: Path) -> Run:
+    ranked: dict[str, dict[str, tuple[int, float]]] = {}
+    for number, line in read_lines(path):
+        fields = line.split()
+        if not fields:
+            continue
+        try:
+            query, _, key, rank, score, _ = fields
+            known, place = ranked.setdefault(query, {}), (int(rank), float(score))
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: 'query Q0 passage rank score tag' is needed, not {shown(line.strip())}") from error
+        if key in known:
+            raise DataError(f"{path}, line {number}: the passage {shown(key)} stands a second time under query {shown(query)}")
+        known[key] = place
+    return {
+        query: [Hit(key, score) for key, (_, score) in sorted(hits.items(), key=lambda hit: hit[1][0])] for query, hits in ranked.items()
+    }
+
+
+def read_dpr_results(path: Path) -> Iterator[tuple[Query, list[Hit], list[str]]]:
+    """(query with its answers, hits, the hits' texts) for every record of DPR's retriever output."""
+    for number, (line, record) in enumerate(read_array(path)):
+        try:
+            query = Query(str(record.get("id", number)), str(record["question"]), [str(answer) for answer in record.get("answers", [])])
+            passages = record["ctxs"]
+            yield query, [Hit(str(p["id"]), float(p["score"])) for p in passages], [str(p["text"]) for p in passages]
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{path}, line {line}: no record of DPR's retriever output ({error!r}); give 'question', 'answers', 'ctxs'"
+            ) from error
+
+
+def write_dpr_results(path: str | Path, run: Run, queries: Iterable[Query], collection: str | Path, match: str = "string") -> None:
+    """DPR's retriever output: per query `question, answers, ctxs`, each of these `id, title, text, score, has_answer`.
+
+    `has_answer` is there where answers are known. Texts pass through a scratch file: memory does not grow with their number.
+    """
+    known = {query.id: query for query in queries}
+    if (missing := next((key for key in run if key not in known), None)) is not None:
+        raise DataError(f"the query {shown(missing)} of the run is not among the queries that were given; do they belong together?")
+    wanted = {hit.id for hits in run.values() for hit in hits}
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = ((key, json.dumps([title, text])) for key, title, text in read_collection_of(collection) if key in wanted)
+    with (
+        TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch,
+        TextStore(Path(scratch) / "texts.sqlite", entries) as texts,
+        whole_file(path) as file,
+    ):
+        for number, (key, hits) in enumerate(run.items()):
+            record = _record(known[key], [(hit, _entry(texts, hit, collection)) for hit in hits], match)
+            file.write(("[\n" if number == 0 else ",\n") + json.dumps(record, ensure_ascii=False))
+        file.write("\n]\n")
+
+
+def _entry(texts: TextStore, hit: Hit, collection: str | Path) -> tuple[str, str]:
+    entry = texts.get(hit.id)
+    if entry is None:
+        raise DataError(f"{collection} does not hold the passage {shown(hit.id)} of the run; do they belong together?")
+    title, text = json.loads(entry)
+    return title, text
+
+
+def _record(query: Query, passages: Sequence[tuple[Hit, tuple[str, str]]], match: str) -> dict[str, Any]:
+    from contaccum.retrieval.answers import AnswerMatcher, searchable
+
+    matcher = AnswerMatcher(query.answers, match)
+    found = [{"id": hit.id, "title": title, "text": text, "score": f"{hit.score:.9g}"} for hit, (title, text) in passages]
+    flags = [{"has_answer": matcher.found_in(searchable(p["text"], match))} if query.answers else {} for p in found]
+    contexts = [{**passage, **flag} for passage, flag in zip(found, flags, strict=True)]
+    return {"id": query.id, "question": query.text, "answers": query.answers, "ctxs": contexts}

@@ -1,0 +1,167 @@
+"""`search`: encoded queries and encoded passages in, a run file out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contaccum.errors import DataError
+from contaccum.retrieval.runs import Hit, Run, read_run, whole_file, write_dpr_results, write_run
+from contaccum.retrieval.shards import Vectors
+from contaccum.retrieval.texts import Query, read_collection_of, read_queries
+
+ENGINES = ("local", "milvus")
+QUERIES_AT_ONCE = 16_384  # held with their results; more of them read the collection again
+
+Finder = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[Any]]]  # queries -> scores, ids; an id is empty where none was found
+
+
+def search(
+    vectors: str | Path,
+    queries: str | Path,
+    output: str | Path,
+    *,
+    k: int = 100,
+    backend: str = "torch",
+    device: str | None = None,
+    index: str | None = None,
+    index_file: str | Path | None = None,
+    index_parameters: str = "",
+    engine: str = "local",
+    uri: str = "vectors.db",
+    json_output: str | Path | None = None,
+    collection: str | Path | None = None,
+    query_texts: str | Path | None = None,
+    split: str | None = None,
+    match: str = "string",
+    verify: bool = True,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Write each query's k best passages to the TREC run `output`, and return a summary. Exact unless `index` says otherwise.
+
+    Args:
+        vectors, queries: folders that `encode` wrote, by the same model.
+        backend: of exact search, "torch" (CPU or GPU) or "faiss" (CPU): the results are the same.
+        index: an index of faiss's factory, or for the engine "milvus" FLAT or HNSW; kept in `index_file` (default: in `vectors`).
+        index_parameters: of the search in it, as "nprobe=64".
+        engine: "local", or "milvus" at `uri`: a file for Milvus Lite, or a cluster's address.
+        json_output: also write DPR's retriever output, with the texts of `collection` and `query_texts` (default: what was encoded).
+        match: how `has_answer` is decided there, "string" or "regex".
+        verify: compare the vectors with their checksums while they are read.
+    """
+    started = time.monotonic()
+    _check(k, engine, index, index_parameters, json_output)
+    passages, asked = Vectors(vectors, verify), Vectors(queries, verify)
+    check_same_model(passages, asked)
+    texts = None if json_output is None else _texts_of(passages, asked, collection, query_texts, split)
+    with (
+        _progress(progress, len(passages), len(asked)) as advance,
+        whole_file(output) as file,
+        _finder(passages, k, backend, device, index, index_file, index_parameters, engine, uri, advance) as find,
+    ):
+        for start, block in asked.blocks(QUERIES_AT_ONCE):
+            ids = asked.ids_at(np.arange(start, start + len(block)))
+            write_run(file, _as_run(ids, *find(block)))
+    seconds = time.monotonic() - started
+    if json_output is not None and texts is not None:
+        write_dpr_results(json_output, read_run(output), *texts, match)
+    return {
+        "queries": len(asked),
+        "passages": len(passages),
+        "k": min(k, len(passages)),
+        "exact": index in (None, "FLAT"),
+        "seconds": seconds,
+        "output": str(output),
+    }
+
+
+def _texts_of(
+    passages: Vectors, asked: Vectors, collection: str | Path | None, query_texts: str | Path | None, split: str | None
+) -> tuple[list[Query], str | Path]:
+    """Queries and collection for the JSON output; what cannot be read is said before the search."""
+    collection = collection or passages.manifest["source"]
+    next(read_collection_of(collection))
+    return read_queries(query_texts or asked.manifest["source"], split or asked.manifest.get("split")), collection
+
+
+def check_same_model(passages: Vectors, queries: Vectors) -> None:
+    """Vectors of different models cannot be compared."""
+    for name in ("model_checksum", "dim", "normalized"):
+        one, other = passages.manifest.get(name), queries.manifest.get(name)
+        if one != other:
+            raise DataError(f"{passages.folder} and {queries.folder} differ in {name} ({one} and {other}); encode both with one model")
+
+
+@contextmanager
+def _finder(
+    vectors: Vectors,
+    k: int,
+    backend: str,
+    device: str | None,
+    index: str | None,
+    index_file: str | Path | None,
+    parameters: str,
+    engine: str,
+    uri: str,
+    advance: Callable[[int], None],
+) -> Iterator[Finder]:
+    """What finds a block of queries' passages."""
+
+    def by_rows(scores: NDArray[np.float32], rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        ids = vectors.ids_at(np.maximum(rows, 0))
+        ids[rows < 0] = b""
+        return scores, ids
+
+    if engine == "milvus":
+        from contaccum.retrieval.milvus import MilvusCollection
+
+        with closing(MilvusCollection(vectors, uri, index or "FLAT", advance)) as collection:
+            yield lambda block: collection.search(block, min(k, len(vectors)))
+    elif index is not None:
+        from contaccum.retrieval.index import index_search, open_index
+
+        built = open_index(vectors, index, Path(index_file or vectors.folder / f"{index.replace(',', '_')}.faiss"), advance)
+        yield lambda block: by_rows(*index_search(built, block, k, parameters))
+    else:
+        from contaccum.retrieval.exact import exact_search
+
+        yield lambda block: by_rows(*exact_search(block, vectors, k, backend, device, advance))
+
+
+def _as_run(queries: NDArray[Any], scores: NDArray[np.float32], ids: NDArray[Any]) -> Run:
+    """Per query its hits by falling score, equal ones by id."""
+    run: Run = {}
+    for query, row_scores, row_ids in zip(queries, scores, ids, strict=True):
+        hits = [Hit(key.decode(), float(score)) for key, score in zip(row_ids, row_scores, strict=True) if key]
+        run[query.decode()] = sorted(hits, key=lambda hit: (-hit.score, hit.id))
+    return run
+
+
+@contextmanager
+def _progress(shown: bool, vectors: int, queries: int) -> Iterator[Callable[[int], None]]:
+    from tqdm import tqdm
+
+    passes = -(-queries // QUERIES_AT_ONCE)
+    with tqdm(total=passes * vectors, desc="searching", unit=" vectors", disable=None if shown else True, dynamic_ncols=True) as bar:
+
+        def advance(passed: int) -> None:
+            bar.update(passed)
+
+        yield advance
+
+
+def _check(k: int, engine: str, index: str | None, parameters: str, json_output: str | Path | None) -> None:
+    if k < 1:
+        raise ValueError(f"k={k} returns nothing; use 1 or more")
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r} is unknown; choose one of {', '.join(ENGINES)}")
+    if parameters and (index is None or engine != "local"):
+        raise ValueError(f"index parameters {parameters!r} need an index of faiss; give one with --index")
+    if json_output is not None and Path(json_output).suffix != ".json":
+        raise ValueError(f"{json_output} must end in .json: that is how contaccum evaluate knows it")

@@ -1,0 +1,228 @@
+"""Vectors on disk: numbered shards of half- or single-precision `.npy`, their ids, and a manifest with a checksum of each.
+
+    shard-00000.npy      vectors (count, dim)
+    shard-00000.ids.npy  ids as UTF-8 bytes (count,)
+    shard-00000.json     count and checksums; written last, so that a shard that has it is whole
+    manifest.json        what the vectors are (model, settings, commit), and all of the above once every shard is there
+
+Every file is written beside its name and renamed when whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contaccum.errors import DataError
+
+DTYPES = ("float16", "float32")
+MANIFEST = "manifest.json"
+CHUNK_BYTES = 2**22
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One shard: how many vectors, and the SHA-256 of its two files and of the texts that were encoded."""
+
+    number: int
+    count: int
+    vectors_sha256: str
+    ids_sha256: str
+    texts_sha256: str
+
+    @property
+    def vectors_name(self) -> str:
+        return f"shard-{self.number:05d}.npy"
+
+    @property
+    def ids_name(self) -> str:
+        return f"shard-{self.number:05d}.ids.npy"
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> str:
+    """Write a file beside its name, rename it when it is whole and on the disk, and return its SHA-256."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write the same manifest
+    with open(part, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    checksum = sha256_of(part)
+    os.replace(part, path)
+    return checksum
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, lambda file: file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()))
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_shard(folder: Path, number: int, vectors: Array, ids: Sequence[str], texts_sha256: str) -> ShardEntry:
+    """Write one shard, its entry last."""
+    name = ShardEntry(number, len(ids), "", "", texts_sha256)
+    vectors_sha256 = write_whole(folder / name.vectors_name, lambda file: np.save(file, vectors))
+    ids_sha256 = write_whole(folder / name.ids_name, lambda file: np.save(file, id_array(ids)))
+    entry = ShardEntry(number, len(ids), vectors_sha256, ids_sha256, texts_sha256)
+    write_json(_entry_file(folder, number), asdict(entry))
+    return entry
+
+
+def id_array(ids: Sequence[str]) -> Array:
+    """Ids as fixed-width UTF-8 bytes, which can be memory-mapped; their order is that of the texts' code points."""
+    if (wrong := next((key for key in ids if not key or "\0" in key), None)) is not None:
+        raise DataError(f"the id {wrong!r} is empty or holds a NUL character and cannot be stored; rename it")
+    return np.array([key.encode() for key in ids])
+
+
+def read_entry(folder: Path, number: int) -> ShardEntry | None:
+    """The entry of a shard whose files are whole and unchanged; None where there is none or they are not."""
+    if not (file := _entry_file(folder, number)).exists():
+        return None
+    entry = ShardEntry(**json.loads(file.read_text(encoding="utf-8")))
+    expected = {entry.vectors_name: entry.vectors_sha256, entry.ids_name: entry.ids_sha256}
+    whole = all((folder / name).exists() and sha256_of(folder / name) == checksum for name, checksum in expected.items())
+    return entry if whole else None
+
+
+def forget_entry(folder: Path, number: int) -> None:
+    """Say that a shard is not whole, before it is written anew."""
+    _entry_file(folder, number).unlink(missing_ok=True)
+
+
+def _entry_file(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.json"
+
+
+def read_entry_unchecked(folder: Path, number: int) -> ShardEntry | None:
+    """The entry of a shard as its writer left it: for another process's shard, which that process checks."""
+    file = _entry_file(folder, number)
+    return ShardEntry(**json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / MANIFEST
+    if not file.exists():
+        raise DataError(f"{folder} has no {MANIFEST}: it holds no encoded vectors; run contaccum encode")
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file} is no JSON ({error}); encode again into another folder") from error
+    return manifest
+
+
+class Vectors:
+    """A folder of shards, for reading. Row i of the collection is row i of the shards in their order.
+
+    Files that differ from the manifest's checksums raise `DataError`: ids when the folder is opened, vectors as they stream past.
+    """
+
+    def __init__(self, folder: str | Path, verify: bool = True) -> None:
+        self.folder, self.verify = Path(folder), verify
+        self.manifest = read_manifest(self.folder)
+        if not self.manifest.get("complete"):
+            raise DataError(f"{self.folder} is not whole yet; run its contaccum encode again, which goes on where it stopped")
+        self.shards = [ShardEntry(**entry) for entry in self.manifest["shards"]]
+        self.dim, self.dtype = int(self.manifest["dim"]), np.dtype(self.manifest["dtype"])
+        self.starts = np.cumsum([0, *(shard.count for shard in self.shards)])  # of each shard's first row; the last is the count
+        self._ids = [self._open_ids(shard) for shard in self.shards]
+        self._id_width = max(ids.dtype.itemsize for ids in self._ids)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def checksum(self) -> str:
+        """One value for all vectors and ids, in their order."""
+        return hashlib.sha256("".join(s.vectors_sha256 + s.ids_sha256 for s in self.shards).encode()).hexdigest()
+
+    def ids_at(self, rows: NDArray[np.int64]) -> Array:
+        """Ids of these rows, as bytes."""
+        found = np.empty(rows.shape, dtype=f"S{self._id_width}")
+        owners = np.searchsorted(self.starts, rows, side="right") - 1
+        for shard in np.unique(owners):
+            mine = owners == shard
+            found[mine] = self._ids[shard][rows[mine] - self.starts[shard]]
+        return found
+
+    def arrays(self) -> Iterator[Array]:
+        """Each shard's vectors, memory-mapped."""
+        for shard in self.shards:
+            yield np.load(self.folder / shard.vectors_name, mmap_mode="r")
+
+    def blocks(self, rows: int) -> Iterator[tuple[int, Array]]:
+        """(first row, up to `rows` vectors), read in order; holds one block, whatever the size of a shard."""
+        for shard, start in zip(self.shards, self.starts, strict=False):
+            for offset, block in self._shard_blocks(shard, rows):
+                yield int(start) + offset, block
+
+    def _shard_blocks(self, shard: ShardEntry, rows: int) -> Iterator[tuple[int, Array]]:
+        path, digest, wanted = self.folder / shard.vectors_name, hashlib.sha256(), (shard.count, self.dim)
+        with self._open(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            header = (
+                file.read(size - shard.count * self.dim * self.dtype.itemsize)
+                if size > shard.count * self.dim * self.dtype.itemsize
+                else b""
+            )
+            if _header_of(header) != (wanted, self.dtype):
+                raise self._changed(path)
+            digest.update(header)
+            for offset in range(0, shard.count, rows):
+                block = np.empty((min(rows, shard.count - offset), self.dim), self.dtype)
+                if file.readinto(block.data.cast("B")) != block.nbytes:  # type: ignore[attr-defined]
+                    raise self._changed(path)
+                if self.verify:
+                    digest.update(block.data)
+                yield offset, block
+        if self.verify and digest.hexdigest() != shard.vectors_sha256:
+            raise self._changed(path)
+
+    def _open_ids(self, shard: ShardEntry) -> Array:
+        path = self.folder / shard.ids_name
+        with self._open(path):
+            pass
+        if self.verify and sha256_of(path) != shard.ids_sha256:
+            raise self._changed(path)
+        ids: Array = np.load(path, mmap_mode="r")
+        return ids
+
+    def _open(self, path: Path) -> BinaryIO:
+        try:
+            return open(path, "rb")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}; run its contaccum encode again") from error
+
+    def _changed(self, path: Path) -> DataError:
+        return DataError(
+            f"{path} is not the file that {self.folder / MANIFEST} describes: it is truncated, swapped or damaged; encode it again"
+        )
+
+
+def _header_of(header: bytes) -> tuple[Any, Any]:
+    """(shape, dtype) that the header of a .npy file tells; (None, None) where it is none."""
+    from io import BytesIO
+
+    try:
+        file = BytesIO(header)
+        version = np.lib.format.read_magic(file)
+        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = reader(file)
+    except ValueError:
+        return None, None
+    return (shape, dtype) if not fortran and file.tell() == len(header) else (None, None)
