@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor
 
 from contaccum.drift import RunningMeans
-from contaccum.infonce import Blocks, Columns, Past, Rows, score_block
+from contaccum.finite import Finite
+from contaccum.infonce import CHUNK_SCORES, Blocks, Columns, Past, Rows, over_passages, row_log_sums, score_block
 from contaccum.table import LazyBuffers, LogSumTable, write_ring
-
-_CHUNK_SCORES = 4_194_304  # scores held at a time when a group is scored anew
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class _Arrivals:
     positive_scores: Tensor  # (n,)
     log_sums: _LogSums | None  # None where no table is kept
     uncorrected: tuple[Tensor, Tensor] | None  # queries and passages before a mean was taken off
-    finite: _Finite
+    finite: Finite
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class DualBank(LazyBuffers):
         past_columns = replace(past_columns, passages=self._read(past_columns.passages, passage_means))
         positives = past_columns.passages[past_rows.ids % self.size, 0]
         positive_scores = (past_rows.queries * positives).sum(1).mul_(self.scale)
-        return Past(past_rows, past_columns, _row_log_sums(past_rows, past_columns, self.scale), positive_scores)
+        return Past(past_rows, past_columns, row_log_sums(past_rows, past_columns, self.scale), positive_scores)
 
     def _read(self, stored: Tensor, mean: Tensor) -> Tensor:
         read = stored + mean
@@ -184,7 +182,7 @@ class DualBank(LazyBuffers):
 
     def push(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks) -> None:
         """Let a prepared micro-batch enter and the oldest leave. `past` and `blocks` are what its loss was computed from."""
-        finite = _Finite(rows.queries, columns.passages)
+        finite = Finite(rows.queries, columns.passages)
         with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
             uncorrected = None
             if self.means is not None:
@@ -288,10 +286,10 @@ class DualBank(LazyBuffers):
 
     def _rescore(self, rows: int, columns: Columns) -> Tensor:
         """(rows, m) log-sums of the first rows over each tuple, a bounded number of scores at a time."""
-        step = max(1, _CHUNK_SCORES // columns.passages[..., 0].numel())
-        parts = [_slice(self._rows(0, rows), i, i + step) for i in range(0, rows, step)]
+        step = max(1, CHUNK_SCORES // columns.passages[..., 0].numel())
+        parts = [self._rows(0, rows).part(i, i + step) for i in range(0, rows, step)]
         with torch.autocast(columns.passages.device.type, enabled=False):
-            return torch.cat([_over_passages(score_block(part, columns, self.scale)) for part in parts])
+            return torch.cat([over_passages(score_block(part, columns, self.scale)) for part in parts])
 
     # Allocation and state --------------------------------------------------------------------------------------------
 
@@ -351,26 +349,6 @@ class DualBank(LazyBuffers):
         self._arrivals, self._count, self.use_queries = None, state["count"], state["use_queries"]
 
 
-class _Finite:
-    """Whether all vectors are finite, asked now and answered later without draining the device's queue."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        largest = torch.stack([torch.linalg.vector_norm(t.detach(), torch.inf) for t in tensors])
-        self._event: torch.cuda.Event | None = None
-        if largest.is_cuda:
-            self._largest = torch.empty(largest.shape, dtype=largest.dtype, pin_memory=True)
-            self._largest.copy_(largest, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._largest = largest
-
-    def verdict(self) -> bool:
-        if self._event is not None:
-            self._event.synchronize()
-        return all(math.isfinite(x) for x in self._largest.tolist())
-
-
 def _part(keys: Tensor | None, part: slice) -> Tensor | None:
     return None if keys is None else keys[part]
 
@@ -385,29 +363,7 @@ def _log_sums(blocks: Blocks, banked: int) -> _LogSums:
     """Over the first `banked` passages of each tuple: those that enter the bank."""
     old, new = blocks.bank_current, blocks.current_bank
     return _LogSums(
-        old_over_new=None if old is None else _over_passages(old[..., :banked]),
-        new_over_old=None if new is None else _over_passages(new),
-        new_over_new=_over_passages(blocks.current_current[..., :banked]),
+        old_over_new=None if old is None else over_passages(old[..., :banked]),
+        new_over_old=None if new is None else over_passages(new),
+        new_over_new=over_passages(blocks.current_current[..., :banked]),
     )
-
-
-def _row_log_sums(rows: Rows, columns: Columns, scale: float) -> Tensor:
-    """(r,) logsumexp of each row over all columns, a bounded number of scores at a time."""
-    step = max(1, _CHUNK_SCORES // columns.passages[..., 0].numel())
-    with torch.autocast(columns.passages.device.type, enabled=False):
-        parts = [score_block(_slice(rows, i, i + step), columns, scale).flatten(1).logsumexp(1) for i in range(0, len(rows), step)]
-    return torch.cat(parts) if parts else rows.queries.new_empty(0)
-
-
-def _slice(rows: Rows, start: int, stop: int) -> Rows:
-    part = slice(start, stop)
-    return Rows(rows.queries[part], rows.ids[part], _part(rows.query_keys, part), _part(rows.positive_keys, part))
-
-
-def _over_passages(scores: Tensor) -> Tensor:
-    """logsumexp over the last dimension, which mostly has one or two entries."""
-    if scores.shape[-1] == 1:
-        return scores.squeeze(-1)
-    if scores.shape[-1] == 2:
-        return torch.logaddexp(scores[..., 0], scores[..., 1])
-    return scores.logsumexp(-1)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 REDUCTIONS = ("paper", "local")
+CHUNK_SCORES = 4_194_304  # scores between bank entries held at a time
 _CHUNK_ROWS = 8192  # bank rows cast to the computing precision at a time, where the bank is stored in another
 
 
@@ -38,6 +39,12 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.queries)
+
+    def part(self, start: int, stop: int) -> Rows:
+        part = slice(start, stop)
+        query_keys = None if self.query_keys is None else self.query_keys[part]
+        positive_keys = None if self.positive_keys is None else self.positive_keys[part]
+        return Rows(self.queries[part], self.ids[part], query_keys, positive_keys)
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,23 @@ def score_block(rows: Rows, columns: Columns, scale: float, share_tuples: bool =
     scores = _products(rows.queries, columns.passages.flatten(0, 1)).mul_(scale).view(len(rows), *columns.passages.shape[:2])
     mask = duplicate_mask(rows, columns, share_tuples)
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
+
+
+def row_log_sums(rows: Rows, columns: Columns, scale: float) -> Tensor:
+    """(r,) logsumexp of each row over all columns, a bounded number of scores at a time."""
+    step = max(1, CHUNK_SCORES // columns.passages[..., 0].numel())
+    with torch.autocast(columns.passages.device.type, enabled=False):
+        parts = [score_block(rows.part(i, i + step), columns, scale).flatten(1).logsumexp(1) for i in range(0, len(rows), step)]
+    return torch.cat(parts) if parts else rows.queries.new_empty(0)
+
+
+def over_passages(scores: Tensor) -> Tensor:
+    """logsumexp over the last dimension, which mostly has one or two entries."""
+    if scores.shape[-1] == 1:
+        return scores.squeeze(-1)
+    if scores.shape[-1] == 2:
+        return torch.logaddexp(scores[..., 0], scores[..., 1])
+    return scores.logsumexp(-1)
 
 
 def naive_dual_bank_infonce(
