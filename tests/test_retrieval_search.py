@@ -224,9 +224,11 @@ def test_milvus_lite_returns_what_exact_search_returns(index, tmp_path: Path) ->
     for name in ("milvus", "again"):
         options = {"engine": "milvus", "uri": str(tmp_path / "v.db"), "index": index, "progress": False}
         search(vectors, queries, tmp_path / f"{name}.trec", k=10, **options)
-    wanted, found = read_run(tmp_path / "exact.trec"), read_run(tmp_path / "milvus.trec")
-    assert {query: [hit.id for hit in hits] for query, hits in found.items()} == {q: [hit.id for hit in hits] for q, hits in wanted.items()}
-    assert read_run(tmp_path / "again.trec") == found
+    wanted = {query: [hit.id for hit in hits] for query, hits in read_run(tmp_path / "exact.trec").items()}
+    for name in ("milvus", "again"):  # loaded, and found again
+        found = {query: [hit.id for hit in hits] for query, hits in read_run(tmp_path / f"{name}.trec").items()}
+        assert found == wanted or index == "HNSW"
+        assert sum(len(set(wanted[query]) & set(found[query])) for query in wanted) >= 0.97 * 200  # a graph may miss some
 
 
 def test_run_files_are_read_as_they_were_written(tmp_path: Path) -> None:
