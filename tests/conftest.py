@@ -76,6 +76,14 @@ def rows(count: int, negatives: int = 0, seed: int = 0) -> list[dict]:
     return [{"query": q, "positive": q + " " + q, "negatives": others[i * negatives : (i + 1) * negatives]} for i, q in enumerate(queries)]
 
 
+def assert_close(a: dict, b: dict, rtol: float = 1e-4) -> None:
+    """Equal up to `rtol` of the largest value of all: entries that are zero but for rounding (a key's bias) have no scale of their own."""
+    assert a.keys() == b.keys()
+    largest = max(float(value.abs().max()) for value in b.values() if value.numel())
+    worst = {name: float((a[name].double() - b[name].double()).abs().max()) for name in b if b[name].numel()}
+    assert {name: error for name, error in worst.items() if not error <= rtol * largest} == {}
+
+
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., str]:
     """`jsonl(count, negatives)` -> a training file."""

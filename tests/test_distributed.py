@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conftest import assert_close
 from contaccum.logfile import read_log
 from contaccum.methods import METHODS
 from test_train import command, options
@@ -42,8 +43,7 @@ def outputs(model_folder, tmp_path_factory) -> tuple[Path, Path]:
 def test_two_processes_equal_one(outputs, method: str, hard_negatives: int) -> None:
     (weights, bank, updates), (weights2, bank2, updates2) = (torch.load(o / f"{method}-{hard_negatives}.pt") for o in outputs)
     assert updates == updates2 == 4
-    for name in weights:
-        assert torch.allclose(weights[name], weights2[name], rtol=1e-4, atol=1e-6), name
+    assert_close(weights, weights2)
     assert bank.keys() == bank2.keys()
     for name in bank:
         if isinstance(bank[name], torch.Tensor):
