@@ -1,0 +1,146 @@
+"""`prepare` and `mine`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from contaccum.cli.base import app
+
+
+@app.command("prepare")
+def prepare(
+    output: Annotated[Path, typer.Option(help="folder to write; must not exist or be empty")],
+    source: Annotated[Optional[str], typer.Argument(help="file, folder or name of a data set on the hub")] = None,  # noqa: UP045
+    format: Annotated[str, typer.Option(help="auto, dpr, beir, msmarco or pairs")] = "auto",
+    train: Annotated[Optional[Path], typer.Option(help="file of this split (dpr, pairs)")] = None,  # noqa: UP045
+    dev: Annotated[Optional[Path], typer.Option(help="file of this split (dpr, pairs)")] = None,  # noqa: UP045
+    test: Annotated[Optional[Path], typer.Option(help="file of this split (dpr, pairs)")] = None,  # noqa: UP045
+    query_column: Annotated[str, typer.Option(help="column of the query (pairs)")] = "query",
+    positive_column: Annotated[str, typer.Option(help="column of the relevant passage (pairs)")] = "positive",
+    negative_column: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="column of hard negatives, repeatable (pairs; default: negative, negatives, negative_1, ...)"),
+    ] = None,
+    subset: Annotated[Optional[str], typer.Option(help="configuration of a data set on the hub (pairs)")] = None,  # noqa: UP045
+    max_negatives: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="keep at most so many negatives a row (default: all; msmarco: 5)"),
+    ] = None,
+    require_negatives: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option(help="drop records without a negative (dpr; default: yes, unless the whole file has none)"),
+    ] = None,
+    system: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="whose hard negatives, repeatable (msmarco; default: bm25)"),
+    ] = None,
+    margin: Annotated[float, typer.Option(help="a negative must score so far below the positive (msmarco)")] = 3.0,
+    download: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="first fetch nq, trivia, webq, trec or msmarco into SOURCE (default: downloads/NAME)"),
+    ] = None,
+    passages: Annotated[bool, typer.Option("--passages", help="with --download: DPR's 21 million Wikipedia passages too")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Bring any data set into the one form that `mine` and `train` read, splits kept.
+
+    Example: contaccum prepare my.csv --query-column question --positive-column answer --output sets/my
+
+    Example: contaccum prepare --download nq --output sets/nq
+    """
+    from contaccum.data.download import download as fetch_files
+    from contaccum.data.download import files_of
+    from contaccum.data.pairs import Columns
+    from contaccum.data.prepare import prepare as run_prepare
+    from contaccum.data.prepare import require_free
+
+    require_free(output)
+    if download:
+        source = source or f"downloads/{download}"
+        fetch_files(files_of(download, passages), Path(source))
+    summary = run_prepare(
+        source,
+        output,
+        format,
+        files={split: file for split, file in (("train", train), ("dev", dev), ("test", test)) if file},
+        columns=Columns(query_column, positive_column, tuple(negative_column or ())),
+        subset=subset,
+        require_negatives=require_negatives,
+        max_negatives=max_negatives,
+        systems=tuple(system or ("bm25",)),
+        margin=margin,
+    )
+    print(json.dumps(summary.as_dict(), ensure_ascii=False) if json_ else summary.table())
+
+
+@app.command("mine")
+def mine(
+    data: Annotated[Path, typer.Argument(help="training set: a prepared folder, a BEIR folder or a .jsonl")],
+    output: Annotated[Path, typer.Option(help="folder to write; must not exist or be empty")],
+    collection: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="passages .tsv or .jsonl (also .gz, .xz) or a BEIR folder (default: DATA's own passages)"),
+    ] = None,
+    method: Annotated[str, typer.Option(help="bm25, dense (by --model) or given (check the negatives that DATA has)")] = "bm25",
+    per_query: Annotated[int, typer.Option(help="negatives a row, at most")] = 10,
+    depth: Annotated[int, typer.Option(help="best passages to choose them from")] = 100,
+    match: Annotated[str, typer.Option(help="answers are string or regex (CuratedTREC)")] = "string",
+    stopwords: Annotated[str, typer.Option(help="language whose stop words are not indexed, or none (bm25)")] = "en",
+    split: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="split to mine, repeatable; others are carried over (default: train)"),
+    ] = None,
+    model: Annotated[Optional[str], typer.Option(help="trained model, folder or name (dense)")] = None,  # noqa: UP045
+    range_min: Annotated[Optional[int], typer.Option(help="skip so many of the nearest (dense)")] = None,  # noqa: UP045
+    absolute_margin: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="cosine at least so far below the positive's (dense)"),
+    ] = None,
+    relative_margin: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="the same as a share of the positive's, e.g. 0.05 (dense)"),
+    ] = None,
+    max_score: Annotated[Optional[float], typer.Option(help="cosine at most (dense)")] = None,  # noqa: UP045
+    denoise: Annotated[Optional[str], typer.Option(help="cross-encoder, folder or name, that drops false negatives")] = None,  # noqa: UP045
+    margin: Annotated[float, typer.Option(help="it must score a negative so far below the positive")] = 3.0,
+    json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Find hard negatives: passages that look right, are no positive and contain no answer.
+
+    Example: contaccum mine sets/nq --collection psgs_w100.tsv.gz --output sets/nq-bm25
+
+    Example: contaccum mine sets/nq-bm25 --collection psgs_w100.tsv.gz --method dense --model runs/first/model --output sets/nq-dense
+    """
+    try:
+        from contaccum.data.mine import mine as run_mine
+
+        filters = {"range_min": range_min, "absolute_margin": absolute_margin, "relative_margin": relative_margin, "max_score": max_score}
+        summary = run_mine(
+            data,
+            collection,
+            output,
+            method=method,
+            splits=tuple(split or ("train",)),
+            per_query=per_query,
+            depth=depth,
+            match=match,
+            stopwords=None if stopwords == "none" else stopwords,
+            model=model,
+            filters={name: value for name, value in filters.items() if value is not None},
+            cross_encoder=denoise,
+            margin=margin,
+        )
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; pip install 'contaccum[mine]'") from error
+    if json_:
+        print(json.dumps(summary))
+    else:
+        none = summary["rows_without_negatives"]
+        print(
+            f"{summary['rows']:,} rows, {summary['negatives_per_row']:.1f} negatives each, {none:,} without, "
+            f"{summary['passages']:,} passages, {summary['seconds']:.0f} s -> {output}"
+        )
