@@ -181,3 +181,23 @@ def test_one_column_is_refused(tiny_encoder) -> None:
     model = tiny_encoder()
     with pytest.raises(ValueError, match="a query and a positive column are needed, but the batch has 1"):
         ContAccumLoss(model)(features(model)[:1])
+
+
+@pytest.mark.parametrize("correction", [None, "mean"])
+@pytest.mark.parametrize("negatives", [0, 1])
+def test_slices_of_a_whole_update_equal_micro_batches(tiny_encoder, negatives, correction) -> None:
+    """The weights are constant inside an update, so encoding it at once changes nothing; also where the last slice is short."""
+    models = [tiny_encoder(dropout=0.0) for _ in range(2)]
+    options = {"similarity_fct": cos_sim, "bank_size": 14, "drift_correction": correction}
+    losses = [ContAccumLoss(models[0], **options), ContAccumLoss(models[1], micro_batch_size=4, **options)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    for update in range(4):
+        whole = features(models[0], 10, negatives, update)
+        parts = [[{k: v[i : i + 4] if isinstance(v, Tensor) else v for k, v in c.items()} for c in whole] for i in (0, 4, 8)]
+        for part in parts:
+            (losses[0](part) / 3).backward()
+        losses[1]([dict(column) for column in whole]).backward()
+        assert_close(gradients(models[1]), gradients(models[0]))
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+            optimizer.step(), optimizer.zero_grad(), loss.criterion.after_update()
+    assert_close({"bank": losses[1].criterion.bank.passages}, {"bank": losses[0].criterion.bank.passages})

@@ -121,6 +121,19 @@ class DualBank(LazyBuffers):
         return self._oldest_first("_ages", self.size)
 
     @property
+    def ages_by_slot(self) -> Tensor:
+        """(m,) in the order of `past().columns`. A view."""
+        return self._ages[: len(self)]
+
+    @property
+    def vector_bytes(self) -> int:
+        """What a bank must take at least: each query, positive and hard negative once. 0 before the first micro-batch tells their width."""
+        if self._passages is None:
+            return 0
+        _, c, d = self._passages.shape
+        return (self.query_size + self.size * c) * d * self._passages.element_size()
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated, log-sum table included."""
         return sum(b.nbytes for b in self.buffers())

@@ -35,6 +35,7 @@ class TrainConfig:
     method: str = option("contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
     n_total: int = option(128, "samples per update, over all processes")
     n_local: int = option(8, "samples whose activations fit in memory at once, per process")
+    whole_updates: bool = option(False, "encode n_total at once, micro-losses on slices: the same gradients, faster, for large memories")
     bank: int = option(2048, "tuples in the bank")
     query_bank: int | None = option(None, "queries in the bank, where fewer")
     start_update: int = option(0, "updates before which there is no bank")
@@ -62,6 +63,13 @@ class TrainConfig:
     save_every: int = option(500, "updates between checkpoints; 0: none")
     keep_checkpoints: int = option(2, "checkpoints kept")
     log_every: int = option(10, "updates between writes to the log")
+    diagnose_every: int = option(10, "updates between timings in diagnostics.jsonl; 0: no diagnostics")
+    drift_every: int = option(0, "updates between measurements of the bank's drift by age; 0: none")
+    dev: str | None = option(None, "BEIR folder or prepared set whose dev queries are searched during training; the best model is kept")
+    dev_split: str = option("dev", "its split")
+    dev_every: int = option(100, "updates between such searches")
+    dev_metric: str = option("MRR@10", "chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
+    dev_passages: int | None = option(None, "search the dev queries' relevant passages and this many others instead of all")
     workers: int = option(0, "processes that tokenise ahead")
     report_to: str = option("none", "none, tensorboard, wandb, ...")
 
@@ -77,10 +85,10 @@ class TrainConfig:
             raise ValueError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
         if self.bank_dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"bank_dtype {self.bank_dtype!r} is unknown; choose float32 or bfloat16")
-        for name in ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints"):
+        for name in ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        for name in ("bank", "warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers"):
+        for name in ("bank", "warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 or more")
         if self.precision == "fp16" and not torch.cuda.is_available():

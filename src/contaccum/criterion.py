@@ -26,6 +26,7 @@ class MicroStep:
     past: Past | None
     blocks: Blocks
     loss: Tensor  # detached
+    ages: Tensor | None = None  # (m,) of the bank's tuples, in the order of past.columns
 
     @property
     def negatives_per_query(self) -> int:
@@ -129,7 +130,7 @@ class DualBankInfoNCE(nn.Module):
         self.bank.prepare(rows, banked)
         past = self.bank.past(rows, banked)
         loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.reduction)
-        self._notify(MicroStep(rows, columns, past, blocks, loss))
+        self._notify(MicroStep(rows, columns, past, blocks, loss, None if past is None else self.bank.ages_by_slot))
         self.bank.push(rows, banked, past, blocks)
         return loss, gradients
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +26,12 @@ def keep_updates(file: Path, last: int) -> None:
     part = file.with_name(file.name + ".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     part.replace(file)
+
+
+def append_lines(file: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Add them to a log; they are on the disk when this returns."""
+    if lines:
+        with open(file, "a", encoding="utf-8") as log:
+            log.writelines(json.dumps(line) + "\n" for line in lines)
+            log.flush()
+            os.fsync(log.fileno())

@@ -40,6 +40,7 @@ class Batches:
     per_process: int  # samples in one forward of the loss
     accumulation: int  # such forwards per update
     mini: int | None  # samples whose activations are alive at once, under GradCache
+    slice: int | None = None  # samples per micro-loss, where a forward holds several
 
 
 def get_method(name: str) -> Method:
@@ -48,8 +49,11 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-def cut(method: Method, n_total: int, n_local: int, processes: int = 1) -> Batches:
-    """How `processes` processes, each with room for `n_local` samples, share an update of `n_total`."""
+def cut(method: Method, n_total: int, n_local: int, processes: int = 1, whole_updates: bool = False) -> Batches:
+    """How `processes` processes, each with room for `n_local` samples, share an update of `n_total`.
+
+    With `whole_updates` each has room for all of its share: one forward, from which the same gradients are computed.
+    """
     if n_total < 1 or n_local < 1:
         raise ValueError(f"n_total={n_total} and n_local={n_local} must be at least 1")
     if n_total % processes:
@@ -60,6 +64,8 @@ def cut(method: Method, n_total: int, n_local: int, processes: int = 1) -> Batch
     if share % n_local:
         of = f"n_total={n_total}" + (f" over {processes} processes" if processes > 1 else "")
         raise ValueError(f"{of} is not a multiple of n_local={n_local}; use n_total={max(1, share // n_local) * n_local * processes}")
+    if whole_updates:
+        return Batches(share, 1, None, None if method.cached else n_local)
     if method.cached:
         return Batches(share, 1, n_local)
     return Batches(n_local, share // n_local, None)
@@ -85,4 +91,4 @@ def build_loss(
     options["past_encoder"] = method.past_encoder
     if batches.mini is not None:
         return CachedContAccumLoss(model, mini_batch_size=batches.mini, **options)
-    return ContAccumLoss(model, **options)
+    return ContAccumLoss(model, micro_batch_size=batches.slice, **options)

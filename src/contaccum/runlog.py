@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from contaccum.criterion import DualBankInfoNCE, MicroStep
 from contaccum.data.training import DrawNegatives
-from contaccum.logfile import keep_updates
+from contaccum.logfile import append_lines, keep_updates
 from contaccum.trainer import SkippedSteps
 
 
@@ -68,11 +66,8 @@ class RunLog(SkippedSteps):
             lines.append(line | {"loss": sum(losses) / max(1, len(losses)), "micro_batches": len(losses)})
         self.waiting = []
         self.last = lines[-1] if lines else self.last
-        if self.writes and lines:
-            with open(self.file, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
-                file.flush()
-                os.fsync(file.fileno())
+        if self.writes:
+            append_lines(self.file, lines)
 
 
 class Progress(TrainerCallback):

@@ -1,6 +1,7 @@
 """From a training set to a model folder: one configuration, one function, one run folder.
 
 A run folder holds `config.yaml` (resolved), `run.json` (commit, versions, machine, seed), `log.jsonl` (a line per update),
+`diagnostics.jsonl`, with dev queries `dev.jsonl`,
 `checkpoints/`, and when it is finished `model/` and `summary.json`.
 """
 
@@ -19,13 +20,16 @@ import torch
 import yaml
 from datasets import Dataset
 from sentence_transformers import SentenceTransformerTrainingArguments
-from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from contaccum.budget import limit_memory, peak_bytes
 from contaccum.config import TrainConfig, load_config
 from contaccum.data.training import has_negatives, load_training_set, negative_columns, with_hard_negatives
+from contaccum.dev import DevLog, check_metric, dev_evaluator, metric_key
+from contaccum.diagnostics import Diagnostics
 from contaccum.errors import CheckpointError
+from contaccum.losses import ContAccumLoss
 from contaccum.methods import Batches, build_loss, cut, get_method
 from contaccum.provenance import provenance
 from contaccum.runlog import EpochOf, Progress, RunLog
@@ -43,7 +47,8 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     checkpoint = _checkpoint_to_resume(run, config) if resume else None
     if not resume and main:
         _refuse_used_folder(run)
-    method, batches = get_method(config.method), cut(get_method(config.method), config.n_total, config.n_local, processes)
+    method = get_method(config.method)
+    batches = cut(method, config.n_total, config.n_local, processes, config.whole_updates)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
         print(f"note: {cannot}")
 
@@ -52,6 +57,10 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         raise ValueError(f"bank={config.bank} is larger than the training set of {len(dataset)} rows; use at most that many")
     if batches.per_process * processes > len(dataset):
         raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {len(dataset)} rows")
+    dev = None
+    if config.dev is not None:
+        check_metric(config.dev_metric)
+        dev = dev_evaluator(config.dev, config.dev_split, config.dev_passages, config.seed)
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = dual_encoder(
@@ -86,7 +95,8 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         args=_arguments(config, batches, processes, len(dataset), columns),
         train_dataset=dataset,
         loss=loss,
-        callbacks=[log, Progress(log, config.n_total), *([EpochOf(draw)] if draw else [])],
+        evaluator=dev,
+        callbacks=_callbacks(config, run, loss, log, draw, main),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -107,6 +117,8 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         "peak_bytes": peak_bytes(),
         "bank_bytes": loss.criterion.bank.nbytes,
         "resumed_at_update": first_update or None,
+        "dev_best": trainer.state.best_metric,
+        "dev_best_update": trainer.state.best_global_step,
     }
     if main:
         _finish(run, model, summary)
@@ -154,11 +166,26 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
     return table, draw, negative_columns(wanted) if wanted else []
 
 
+def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog, draw: Any, main: bool) -> list[TrainerCallback]:
+    watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
+    if draw is not None:
+        watching.append(EpochOf(draw))
+    if config.diagnose_every:
+        diagnostics = Diagnostics(run / "diagnostics.jsonl", loss, config.diagnose_every, drift_every=config.drift_every, writes=main)
+        watching.append(diagnostics)
+    if config.dev is not None:
+        watching.append(DevLog(run / "dev.jsonl", config.similarity, config.dev_metric, writes=main))
+    return watching
+
+
 def _arguments(
     config: TrainConfig, batches: Batches, processes: int, rows: int, negatives: list[str]
 ) -> SentenceTransformerTrainingArguments:
     per_epoch = math.ceil(rows / (batches.per_process * processes) / batches.accumulation)
     updates = config.max_updates or math.ceil(config.epochs * per_epoch)
+    if config.dev is not None and config.dev_every > updates:
+        raise ValueError(f"dev_every={config.dev_every} is more than the run's {updates} updates; use a smaller one")
+    save_every = config.save_every if config.dev is None else config.dev_every  # the best model is one of those saved
     routes = {} if config.tied else {"query": "query", **dict.fromkeys(["positive", *negatives], "document")}
     return SentenceTransformerTrainingArguments(
         output_dir=str(Path(config.output) / "checkpoints"),
@@ -177,8 +204,12 @@ def _arguments(
         gradient_checkpointing=config.gradient_checkpointing,
         torch_compile=config.torch_compile,
         seed=config.seed,
-        save_strategy="steps" if config.save_every else "no",
-        save_steps=config.save_every or 500,
+        save_strategy="steps" if save_every else "no",
+        save_steps=save_every or 500,
+        eval_strategy="no" if config.dev is None else "steps",
+        eval_steps=config.dev_every,
+        load_best_model_at_end=config.dev is not None,
+        metric_for_best_model=metric_key(config.dev_metric, config.similarity) if config.dev else None,
         save_total_limit=config.keep_checkpoints,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # would wait for the device at every micro-step

@@ -1,0 +1,179 @@
+"""Diagnostics against independent computations; that they change nothing; dev queries and the best model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from torch.nn.functional import normalize
+from transformers import TrainerCallback
+
+from conftest import rows
+from contaccum import ContAccumLoss, ContAccumTrainer, DualBankInfoNCE
+from contaccum.config import TrainConfig
+from contaccum.dev import dev_evaluator
+from contaccum.diagnostics import Diagnostics, Scores, sim_mass
+from contaccum.logfile import read_log
+from contaccum.train import train
+from test_train import options
+from test_trainer import arguments, dataset, trained
+
+
+class ByHand(TrainerCallback):
+    """Norm of each tower's gradient from its parameters' names, right before the optimizer's step."""
+
+    def __init__(self) -> None:
+        self.norms: list[dict[str, float]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        squares = {"query": 0.0, "document": 0.0}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                (tower,) = [tower for tower in squares if f"sub_modules.{tower}." in name]
+                squares[tower] += float((parameter.grad.double() ** 2).sum())
+        self.norms.append({tower: square**0.5 for tower, square in squares.items()})
+
+
+def test_gradient_norms_are_those_that_the_optimizer_sees(tiny_encoder, tmp_path) -> None:
+    by_hand = ByHand()
+    model = tiny_encoder()
+    loss = ContAccumLoss(model, bank_size=8)
+    diagnostics = Diagnostics(tmp_path / "diagnostics.jsonl", loss, every=2)
+    trained(model, tmp_path / "run", loss=loss, callbacks=[diagnostics, by_hand], max_grad_norm=0.1)
+    lines = read_log(tmp_path / "diagnostics.jsonl")
+    assert [line["update"] for line in lines] == list(range(1, len(by_hand.norms) + 1))
+    for line, norms in zip(lines, by_hand.norms, strict=True):
+        assert line["query_grad_norm"] == pytest.approx(norms["query"], rel=1e-4)
+        assert line["passage_grad_norm"] == pytest.approx(norms["document"], rel=1e-4)
+        assert line["grad_norm_ratio"] == pytest.approx(norms["document"] / norms["query"], rel=1e-4)
+        assert (norms["query"] ** 2 + norms["document"] ** 2) ** 0.5 == pytest.approx(0.1, rel=1e-3)  # clipped, and it mattered
+
+
+def test_a_tied_tower_has_one_norm_and_no_ratio(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder(tied=True)
+    loss = ContAccumLoss(model, bank_size=8)
+    trained(model, tmp_path / "run", loss=loss, callbacks=[Diagnostics(tmp_path / "d.jsonl", loss)], router_mapping={})
+    lines = read_log(tmp_path / "d.jsonl")
+    assert lines
+    assert all(line["grad_norm_ratio"] is None and line["both_grad_norm"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize("negatives", [0, 2])
+def test_similarity_mass_equals_the_softmax_by_hand(similarity: str, negatives: int) -> None:
+    torch.manual_seed(0)
+    criterion = DualBankInfoNCE(bank_size=12, scale=0.7, similarity=similarity, mask_duplicates=False)
+    seen: list[Scores] = []
+    criterion.observers.append(lambda step: seen.append(Scores.of(step)))
+    for micro_step in range(9):  # updates of two micro-steps of 3, the bank full from the fifth on
+        queries, positives = torch.randn(3, 6, requires_grad=True), torch.randn(3, 6)
+        others = torch.randn(3, negatives, 6) if negatives else None
+        held, ages = criterion.bank.passages, criterion.bank.ages
+        criterion(queries, positives, others)
+        current = torch.cat([positives[:, None], others], 1) if negatives else positives[:, None]
+        unit = (lambda x: normalize(x, dim=-1)) if similarity == "cosine" else (lambda x: x)
+        columns = torch.cat([unit(current).flatten(0, 1), held.reshape(-1, 6)]).double()
+        weights = (0.7 * unit(queries.detach()).double() @ columns.T).softmax(1)
+        c = 1 + negatives
+        column_ages = torch.cat([torch.zeros(3 * c), ages.repeat_interleave(c)])
+        positive_columns = torch.arange(3) * c
+        told = sim_mass(seen[-1])
+        assert told["positive"] == pytest.approx(float(weights[torch.arange(3), positive_columns].mean()), rel=1e-5)
+        weights[torch.arange(3), positive_columns] = 0
+        for entry in told["by_age"]:
+            of_age = column_ages == entry["age"]
+            assert entry["mass"] == pytest.approx(float(weights[:, of_age].sum() / 3), rel=1e-4)
+            assert entry["passages"] == int(of_age.sum()) - (entry["age"] == 0)
+        assert told["positive"] + sum(entry["mass"] for entry in told["by_age"]) == pytest.approx(1)
+        assert [entry["age_updates"] for entry in told["by_age"]] == list(range(len(told["by_age"])))
+        if micro_step % 2:
+            criterion.after_update(0.5)
+    assert len(told["by_age"]) == 3
+
+
+def test_a_run_tells_time_memory_mass_and_drift(jsonl, model_folder, tmp_path) -> None:
+    config = TrainConfig(**options(jsonl(64, negatives=1), model_folder, tmp_path / "run", diagnose_every=5, drift_every=5, save_every=0))
+    summary = train(config)
+    lines = read_log(tmp_path / "run" / "diagnostics.jsonl")
+    assert [line["update"] for line in lines] == list(range(1, summary["updates"] + 1))
+    timed = [line for line in lines if "seconds" in line]
+    assert [line["update"] for line in timed] == [5, 10, 15]
+    for line in timed:
+        assert all(line["seconds"][phase] > 0 for phase in ("forward", "loss", "backward", "update"))
+        assert line["samples_per_second"] > 0
+        assert line["memory"]["bank_predicted_bytes"] == 20 * (2 + 1) * 16 * 4  # tuples, texts a tuple, width, bytes
+        assert line["memory"]["bank_bytes"] >= line["memory"]["bank_predicted_bytes"]
+    assert [entry["age_updates"] for entry in timed[-1]["drift"]] == [0, 1, 2]
+    assert timed[-1]["drift"][-1]["passage_cosine"] < 1
+
+
+def test_without_learning_nothing_drifts(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder(dropout=0.0)
+    loss = ContAccumLoss(model, bank_size=16)
+    diagnostics = Diagnostics(tmp_path / "d.jsonl", loss, drift_every=2)
+    options = arguments(tmp_path / "run", learning_rate=0.0)
+    ContAccumTrainer(model=model, args=options, train_dataset=dataset(), loss=loss, callbacks=[diagnostics]).train()
+    drifts = [line["drift"] for line in read_log(tmp_path / "d.jsonl") if "drift" in line]
+    assert drifts
+    assert all(e[f"{what}_cosine"] == pytest.approx(1, abs=1e-5) for entries in drifts for e in entries for what in ("query", "passage"))
+
+
+def test_watching_changes_no_bit(jsonl, model_folder, tmp_path) -> None:
+    data = jsonl(48)
+    for name, watched in (("plain", {"diagnose_every": 0}), ("watched", {"diagnose_every": 1, "drift_every": 1})):
+        train(TrainConfig(**options(data, model_folder, tmp_path / name, save_every=0, **watched)))
+    assert (tmp_path / "plain" / "log.jsonl").read_text() == (tmp_path / "watched" / "log.jsonl").read_text()
+    assert not (tmp_path / "plain" / "diagnostics.jsonl").exists()
+    a, b = (SentenceTransformer(str(tmp_path / name / "model")).state_dict() for name in ("plain", "watched"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def beir(tmp_path: Path) -> Path:
+    """40 learnable pairs, 20 of them dev queries."""
+    folder = tmp_path / "beir"
+    (folder / "qrels").mkdir(parents=True)
+    pairs = rows(40, seed=5)
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"_id": f"d{i}", "text": p["positive"]}) + "\n" for i, p in enumerate(pairs)))
+    (folder / "queries.jsonl").write_text("".join(json.dumps({"_id": f"q{i}", "text": p["query"]}) + "\n" for i, p in enumerate(pairs)))
+    for split, part in (("train", range(20)), ("dev", range(20, 40))):
+        (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in part))
+    return folder
+
+
+def test_the_best_model_by_dev_metric_is_kept(beir, model_folder, tmp_path) -> None:
+    changes = {"n_total": 4, "n_local": 2, "dev": str(beir), "dev_every": 3, "dev_metric": "NDCG@10", "epochs": 3, "keep_checkpoints": 1}
+    summary = train(TrainConfig(**options(str(beir), model_folder, tmp_path / "run", **changes)))
+    lines = read_log(tmp_path / "run" / "dev.jsonl")
+    assert [line["update"] for line in lines] == [3, 6, 9, 12, 15]
+    best = max(lines, key=lambda line: line["NDCG@10"])
+    assert (summary["dev_best"], summary["dev_best_update"]) == (best["NDCG@10"], best["update"])
+    found = dev_evaluator(beir, "dev", None, 0)(SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu"))
+    assert found["dev_cosine_ndcg@10"] == pytest.approx(best["NDCG@10"], abs=1e-6)
+
+
+def test_dev_rows_of_a_training_file_rank_their_own_passages(jsonl) -> None:
+    judge = dev_evaluator(jsonl(10, negatives=2, seed=3), "dev", None, 0)
+    assert len(judge.queries) == 10
+    assert len(judge.corpus) == len({t for row in rows(10, 2, 3) for t in [row["positive"], *row["negatives"]]})
+    fewer = dev_evaluator(jsonl(10, negatives=2, seed=3), "dev", 5, 0)
+    assert len(fewer.corpus) == len({row["positive"] for row in rows(10, 2, 3)}) + 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dev_metric": "MRR@7"}, "dev_metric='MRR@7' is unknown"),
+        ({"dev_every": 1000}, "dev_every=1000 is more than"),
+        ({"dev": "nowhere"}, "nowhere does not exist"),
+    ],
+)
+def test_dev_mistakes_are_named(beir, model_folder, tmp_path, changes, message) -> None:
+    base = {"dev": str(beir), "dev_every": 2}
+    with pytest.raises(ValueError, match=message):
+        train(TrainConfig(**options(str(beir), model_folder, tmp_path / "run", **{**base, **changes})))
+    assert not (tmp_path / "run").exists()
