@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import texts
 from contaccum.cli import app
@@ -20,6 +21,7 @@ from contaccum.retrieval import encode
 from contaccum.retrieval.batches import by_budget
 from contaccum.retrieval.shards import Vectors
 from contaccum.retrieval.texts import read_queries
+from contaccum.retrieval.tokens import direct_reader
 
 
 def write_collection(path: Path, count: int = 100, seed: int = 0, words: int = 40) -> list[str]:
@@ -61,6 +63,32 @@ def test_queries_take_the_query_tower_and_prompts_are_kept(tiny_encoder, tmp_pat
         encode(model, tmp_path / "q.jsonl", folder, queries=queries, dtype="float32", device="cpu", progress=False)
         np.testing.assert_allclose(matrix(folder), reference(asked), atol=1e-5)
     assert np.abs(matrix(tmp_path / "v-True") - matrix(tmp_path / "v-False")).max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "qwen"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("prompt", [None, "w1 w2 "])
+def test_tokens_read_directly_equal_the_models_own(family, side, tied, prompt, tiny_encoder) -> None:
+    model = tiny_encoder(family, tied=tied, max_seq_length=12)
+    for module in model.modules():
+        if hasattr(module, "tokenizer"):
+            module.tokenizer.padding_side = side
+    asked = texts(50, seed=1, words=20)
+    for task in ("query", "document"):
+        reader = direct_reader(model, task, prompt, asked)
+        assert reader is not None
+        made, expected = reader.padded(reader.tokens(asked)), model.preprocess(asked, prompt=prompt, task=task)
+        assert made.keys() == expected.keys()
+        assert all(torch.equal(made[k], v) if isinstance(v, torch.Tensor) else made[k] == v for k, v in expected.items())
+        assert expected["input_ids"].shape == (50, 12)
+
+
+def test_a_model_that_reads_otherwise_keeps_its_own_way(tiny_encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_encoder(tied=True)
+    own = model.preprocess
+    monkeypatch.setattr(model, "preprocess", lambda texts, **kwargs: own([text.replace("w1", "w2") for text in texts], **kwargs))
+    assert direct_reader(model, "document", None, texts(20)) is None
 
 
 def test_vectors_of_a_cosine_model_are_normalised(tiny_encoder, tmp_path: Path) -> None:

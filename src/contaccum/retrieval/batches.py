@@ -1,6 +1,7 @@
 """Texts to vectors, fast: a window of texts is tokenised at once, sorted by its true lengths and cut into batches by a token budget.
 
-The vectors are those of SentenceTransformer's own modules (`preprocess` and `forward`); only the batching is ours.
+The vectors are those of SentenceTransformer's own modules; only the batching is ours, and where it gives the same, the padding
+(`contaccum.retrieval.tokens`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from contaccum.retrieval.tokens import DirectReader, direct_reader
 
 T = TypeVar("T")
 Features = dict[str, Any]
@@ -36,6 +39,8 @@ class Encoder:
     def __init__(self, model: Any, task: str, tokens_per_batch: int, precision: str = "fp32", normalize: bool = False) -> None:
         self.model, self.task, self.normalize = model.eval(), task, normalize
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
+        self.reader: DirectReader | None = None
+        self.asked = False  # whether there is a reader
         names = ("query",) if task == "query" else DOCUMENT_PROMPTS
         self.prompt: str | None = next(
             (model.prompts[name] for name in names if name in model.prompts), model.prompts.get(model.default_prompt_name)
@@ -43,6 +48,16 @@ class Encoder:
 
     def batches(self, texts: Sequence[str]) -> list[Batch]:
         """A window of texts as the model reads it, each batch padded to its own longest text."""
+        if self.reader is None and not self.asked:
+            self.reader, self.asked = direct_reader(self.model, self.task, self.prompt, texts), True
+        if self.reader is not None:
+            tokens = self.reader.tokens(texts)
+            groups = by_budget(np.array([len(ids) for ids in tokens]), self.tokens_per_batch)
+            return [(places, self.reader.padded([tokens[i] for i in places])) for places in groups]
+        return self._padded_batches(texts)
+
+    def _padded_batches(self, texts: Sequence[str]) -> list[Batch]:
+        """As the model's own `preprocess` reads them."""
         features = self.model.preprocess(list(texts), prompt=self.prompt, task=self.task)
         mask = features.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape[:1] != (len(texts),) or mask.ndim != 2:
