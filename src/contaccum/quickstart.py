@@ -3,8 +3,8 @@
 1. Docstring -> source pairs from the installed packages become a BEIR folder.
 2. A small two-tower encoder with random weights and a tokenizer of its own is written to a folder.
 3. Every method trains it by the same command a user would type, one core each, two at a time.
-4. Each model ranks the whole collection for the test queries.
-5. A table, plots and a page.
+4. Each model ranks the whole collection for the test queries: encode, search and evaluate, whose files lie in the run folders.
+5. A table, plots and a page, as `contaccum report` makes them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.beir import read_qrels, read_texts
-from contaccum.data.harvest import Pair, harvest, write_beir
+from contaccum.data.harvest import harvest, write_beir
 from contaccum.provenance import provenance
-from contaccum.report.page import write_page
-from contaccum.report.results import RunResult, log_of
+from contaccum.report.build import report
+from contaccum.report.rows import Row
+from contaccum.retrieval.shards import write_json
+from contaccum.scratch import write_encoder
 
 PARALLEL = 2
-SPECIAL_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 # Names as the table shows them -> options of `contaccum train`.
 METHODS = {
     "gradaccum": {"method": "gradaccum"},
@@ -34,6 +34,8 @@ METHODS = {
     "contaccum (paper)": {"method": "contaccum"},
     "contaccum (mean)": {"method": "contaccum", "drift_correction": "mean"},
 }
+# Metrics as `contaccum evaluate` calls them -> as the table shows them: with one relevant passage a query, recall is accuracy.
+METRICS = {"Recall@1": "Top@1", "Recall@20": "Top@20", "Recall@100": "Top@100", "MRR@100": "MRR", "NDCG@10": "NDCG@10"}
 INTRODUCTION = (
     "Docstrings are the queries, function bodies the passages, both from the Python packages installed here. The same small two-tower "
     "encoder is trained from random weights by each method, with the same micro-batch and the same samples per update. contaccum (paper) "
@@ -63,80 +65,61 @@ class Settings:
         return {**sizes, **fixed, "epochs": self.epochs, "lr": self.lr, "seed": self.seed}
 
 
-def quickstart(output: Path, settings: Settings, say: Callable[[str], None] = print) -> list[RunResult]:
+def quickstart(output: Path, settings: Settings, say: Callable[[str], None] = print) -> list[Row]:
     """Do all five steps in `output`, a new folder, and return the results in the methods' order."""
     started = time.perf_counter()
     output.mkdir(parents=True)
     say("Reading docstrings and functions of the installed packages ...")
     pairs = harvest(limit=settings.pairs)
     write_beir(pairs, output / "data", test=settings.test)
-    write_encoder(pairs, output / "encoder", settings)
+    write_encoder(
+        (text for pair in pairs for text in (pair.query, pair.passage)),
+        output / "encoder",
+        vocabulary=settings.vocabulary,
+        width=settings.width,
+        layers=settings.layers,
+        max_seq_length=settings.max_seq_length,
+        seed=settings.seed,
+    )
     say(f"{len(pairs):,} pairs, {settings.test:,} of them for testing. Training {len(METHODS)} methods, {PARALLEL} at a time ...")
-    finished = {name: (seconds, peak) for name, seconds, peak in _train_all(output, settings)}
+    _train_all(output, settings)
     say("Searching the whole collection with each model ...")
-    evaluate = evaluator(output / "data")
-    results = []
-    for name, (seconds, peak) in finished.items():
-        run = run_folder(output, name)
-        log = log_of(run)
-        negatives = max(line["negatives_per_query"] for line in log)
-        results.append(RunResult(name, evaluate(run / "model"), seconds, peak, negatives, log))
+    folders = {name: run_folder(output, name) for name in METHODS}
+    for run in folders.values():
+        judge(run, output / "data")
     described = {**provenance(settings.seed), "settings": settings.train_options(), "total_seconds": round(time.perf_counter() - started)}
-    write_page(output / "report.html", "contaccum quickstart", INTRODUCTION, results, "MRR", described)
-    told = json.dumps({"results": [result.as_json() for result in results], "provenance": described}, indent=1)
-    (output / "results.json").write_text(told + "\n", encoding="utf-8")
-    return results
+    return report(
+        list(folders.values()),
+        output / "report.html",
+        json_output=output / "results.json",
+        metric="MRR",
+        names={run: name for name, run in folders.items()},
+        title="contaccum quickstart",
+        introduction=INTRODUCTION,
+        provenance=described,
+    ).rows
 
 
 def run_folder(output: Path, name: str) -> Path:
     return output / "runs" / name.replace(" ", "-").replace("(", "").replace(")", "")
 
 
-def write_encoder(pairs: list[Pair], folder: Path, settings: Settings) -> None:
-    """A BERT of random weights, and a WordPiece tokenizer learnt from the pairs."""
-    import torch
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
-    special = list(SPECIAL_TOKENS.values())
-    trainer = trainers.WordPieceTrainer(vocab_size=settings.vocabulary, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator((text for pair in pairs for text in (pair.query, pair.passage)), trainer)
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", special.index("[SEP]")), ("[CLS]", special.index("[CLS]")))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=settings.max_seq_length, **SPECIAL_TOKENS).save_pretrained(folder)
-    config = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=settings.width,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=max(1, settings.width // 64),
-        intermediate_size=4 * settings.width,
-        max_position_embeddings=settings.max_seq_length,
-    )
-    torch.manual_seed(settings.seed)
-    BertModel(config, add_pooling_layer=False).save_pretrained(folder)
-
-
-def _train_all(output: Path, settings: Settings) -> Iterator[tuple[str, float, int]]:
-    """(method, seconds, peak bytes of its process) in the methods' order; up to PARALLEL processes at once, one thread each."""
-    waiting, running, done = list(METHODS), dict[int, tuple[str, float]](), dict[str, tuple[float, int]]()
+def _train_all(output: Path, settings: Settings) -> None:
+    """Up to PARALLEL processes at once, one thread each; each one's peak of memory, which only we can see, joins its summary."""
+    waiting, running = list(METHODS), dict[int, str]()
     while waiting or running:
         while waiting and len(running) < PARALLEL:
             name = waiting.pop(0)
-            running[_start(output, name, settings)] = (name, time.perf_counter())
+            running[_start(output, name, settings)] = name
         pid, status, usage = os.wait4(-1, 0)
         if pid not in running:
             continue
-        name, begun = running.pop(pid)
+        run = run_folder(output, name := running.pop(pid))
         if status:
-            log = run_folder(output, name).with_suffix(".log")
+            log = run.with_suffix(".log")
             raise RuntimeError(f"training {name} failed; the end of {log}:\n{log.read_text()[-2000:]}")
-        done[name] = (time.perf_counter() - begun, usage.ru_maxrss * 1024)
-    for name in METHODS:
-        yield name, *done[name]
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        write_json(run / "summary.json", {**summary, "process_peak_bytes": usage.ru_maxrss * 1024})
 
 
 def _start(output: Path, name: str, settings: Settings) -> int:
@@ -156,32 +139,19 @@ def _start(output: Path, name: str, settings: Settings) -> int:
         return subprocess.Popen(command, env={**os.environ, **alone}, stdout=log, stderr=log).pid
 
 
-def evaluator(data: Path) -> Callable[[Path], dict[str, float]]:
-    """A function from a model folder to its metrics on the test queries, by exact search over the whole collection."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+def judge(run: Path, data: Path) -> None:
+    """Exact search over the whole collection for the test queries; vectors, test.trec and evaluation.json join the run folder."""
+    from contaccum.retrieval import encode, evaluate, search
+    from contaccum.retrieval.model import load_model
 
-    qrels, queries = read_qrels(data / "qrels" / "test.tsv"), read_texts(data / "queries.jsonl")
-    collection: dict[str, Any] = dict(read_texts(data / "corpus.jsonl"))
-    judge = InformationRetrievalEvaluator(
-        {key: queries[key] for key in qrels},
-        collection,
-        {key: set(documents) for key, documents in qrels.items()},
-        accuracy_at_k=[1, 20, 100],
-        precision_recall_at_k=[100],
-        mrr_at_k=[100],
-        ndcg_at_k=[10],
-        map_at_k=[100],
-        batch_size=128,
-        write_csv=False,
-    )
-    names = {"Top@1": "accuracy@1", "Top@20": "accuracy@20", "Top@100": "accuracy@100", "MRR": "mrr@100", "NDCG@10": "ndcg@10"}
-
-    def evaluate(model: Path) -> dict[str, float]:
-        found = judge(SentenceTransformer(str(model), device="cpu"))
-        return {shown: float(found[f"cosine_{key}"]) for shown, key in names.items()}
-
-    return evaluate
+    model = load_model(run / "model", device="cpu")
+    passages, queries, found = run / "vectors" / "passages", run / "vectors" / "queries", run / "test.trec"
+    encode(model, data, passages, dtype="float32", progress=False)
+    encode(model, data, queries, queries=True, split="test", dtype="float32", progress=False)
+    search(passages, queries, found, k=100, device="cpu", progress=False)
+    result = evaluate(found, qrels=data, split="test", metrics=list(METRICS))
+    named = {part: {METRICS[metric]: value for metric, value in result[part].items()} for part in ("metrics", "per_query")}
+    write_json(run / "evaluation.json", {**result, **named})
 
 
 def free_folder(folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class RunLog(SkippedSteps):
 
 
 class Progress(TrainerCallback):
-    """A bar with loss, negatives per query, samples/s and time left."""
+    """A bar with loss, negatives per query, samples/s and time left; where nobody watches (a log file), a line every tenth of the run."""
 
     def __init__(self, log: RunLog, samples_per_update: int) -> None:
         self.log, self.samples_per_update = log, samples_per_update
@@ -80,16 +81,20 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.started, self.first = time.perf_counter(), state.global_step
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="update", dynamic_ncols=True)
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="update", dynamic_ncols=True, disable=None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is None:
             return
-        self.bar.update(state.global_step - self.bar.n)
-        if self.log.last:
-            speed = (state.global_step - self.first) * self.samples_per_update / (time.perf_counter() - self.started)
+        done, total = state.global_step, state.max_steps
+        told = self.log.last and (not self.bar.disable or done * 10 // total > (done - 1) * 10 // total)
+        if told:
+            speed = (done - self.first) * self.samples_per_update / (time.perf_counter() - self.started)
             text = f"loss {self.log.last['loss']:.4f}, {self.log.last['negatives_per_query']} negatives, {speed:.0f} samples/s"
+            if self.bar.disable:
+                print(f"update {done:,} of {total:,}: {text}", file=sys.stderr, flush=True)
             self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(1)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:

@@ -75,7 +75,7 @@ def mine(
         negatives = miner(mined, passages, scratch)
         if scorer is not None:
             negatives = denoise(mined, negatives, scorer, margin=margin)
-        negatives = iter(tqdm(negatives, desc="mining", total=len(mined), unit="row", dynamic_ncols=True))
+        negatives = iter(tqdm(negatives, desc="mining", total=len(mined), unit="row", dynamic_ncols=True, disable=None))
         counts: list[int] = []
         for name in splits:
             tables[name] = _written(_filled(tables[name], negatives, counts), FEATURES, scratch / f"{name}.arrow")
@@ -178,7 +178,7 @@ def _read_jsonl_passages(path: Path) -> Iterator[tuple[str, str, str]]:
 
 def _stored(texts: Iterable[str], scratch: Path) -> Dataset:
     """The passages as a table on disk."""
-    counted = iter(tqdm(texts, desc="reading", unit="passage", dynamic_ncols=True))
+    counted = iter(tqdm(texts, desc="reading", unit="passage", dynamic_ncols=True, disable=None))
     batches = iter(lambda: list(islice(counted, 1000)), [])
     return _written(({"text": batch} for batch in batches), PASSAGES, scratch / "passages.arrow")
 

@@ -96,7 +96,7 @@ def mine_bm25(
     check_numbers(per_query, depth)
     choose = Chooser(dataset, per_query, match)
     texts = (text for rows in passages.iter(batch_size=1000) for text in rows["text"])
-    index = Bm25(tqdm(texts, desc="indexing", total=len(passages), unit="passage", dynamic_ncols=True), stopwords, show_progress=True)
+    index = Bm25(tqdm(texts, desc="indexing", total=len(passages), unit="passage", dynamic_ncols=True, disable=None), stopwords, show_progress=True)
     return _from_index(dataset, passages, index, choose, depth)
 
 

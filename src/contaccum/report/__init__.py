@@ -1,1 +1,1 @@
-"""Results as tables, plots and one self-contained page."""
+"""Run folders as tables, plots and one self-contained page."""

@@ -1,65 +1,137 @@
-"""One HTML file that needs nothing else: table, plots and what was run."""
+"""One HTML file that needs nothing else: verdict, tables, plots, and a browser of queries.
+
+All texts are escaped. The query browser's data stand in an element that no browser runs, and the script puts them into the page as text.
+"""
 
 from __future__ import annotations
 
 import html
 import json
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
-from contaccum.report.plots import as_svg, loss_curves, metric_bars, save_png
-from contaccum.report.results import RunResult, best
+from contaccum.report import palette
+from contaccum.report.figures import Drawing
+from contaccum.report.queries import Browser, as_embedded
+from contaccum.report.rows import differences
+from contaccum.report.summary import Summary, notes
+from contaccum.report.svg import page_svg
+from contaccum.report.tables import as_html, difference_table, legend, pair_table, summary_table
+from contaccum.report.verdict import verdict
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --line: #d8d8d8; --soft: #f4f4f2; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #161616; --line: #3a3a3a; --soft: #222222; } }
-body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 54rem; margin: 2rem auto;
-  padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .45rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } td.best { font-weight: 700; }
-figure { margin: 1rem 0; background: #ffffff; border-radius: 8px; padding: .8rem; } figure svg { width: 100%; height: auto; }
-figcaption { color: #444444; font-size: .9rem; } pre { background: var(--soft); padding: .8rem; overflow-x: auto; border-radius: 8px; }
-@media print { body { margin: 0; } }
-"""
+# Nothing is loaded from anywhere, whatever a text may hold.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
-def write_page(
-    file: Path, title: str, introduction: str, results: list[RunResult], headline: str, provenance: dict[str, Any]
-) -> list[Path]:
-    """`file`, and beside it the plots as PNG. `introduction` is plain text; `headline` the metric of the bars."""
-    figures = {"quality": metric_bars(results, headline), "loss": loss_curves(results)}
-    pictures = []
-    for name, figure in figures.items():
-        pictures.append(file.with_name(f"{name}.png"))
-        save_png(figure, pictures[-1])
-    captions = {
-        "quality": f"{headline} on the test queries, exact search over the whole collection.",
-        "loss": "Training loss. Its height depends on the number of negatives; compare shapes, not heights.",
+def page(
+    summary: Summary,
+    drawn: Sequence[Drawing],
+    pictures: Mapping[str, str],
+    browser: Browser | None,
+    reason: str,
+    title: str,
+    introduction: str,
+    provenance: Mapping[str, Any],
+) -> str:
+    """The whole file. `pictures` are the drawings as SVG; `reason` says why there is no browser."""
+    figures = {part: "".join(_figure(d, pictures[d.name]) for d in drawn if d.part == part) for part in ("results", "training")}
+    parts = {
+        "Results": _results(summary) + _figures(figures["results"]),
+        "Comparisons": "".join(_pair(summary, place) for place in range(len(summary.pairs))),
+        "Training": _figures(figures["training"]),
+        "Configuration": _differences(summary),
+        "Queries": f"<p>{html.escape(reason)}</p>" if browser is None else _browser(browser),
+        "How it was run": _runs(summary, provenance),
     }
-    drawn = "".join(f"<figure>{as_svg(figure)}<figcaption>{captions[name]}</figcaption></figure>" for name, figure in figures.items())
-    body = f"<h1>{html.escape(title)}</h1><p>{html.escape(introduction)}</p>{html_table(results)}{drawn}"
-    run = html.escape(json.dumps(provenance, indent=1))
-    page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
-        f"<body>{body}<h2>How it was run</h2><pre>{run}</pre></body></html>\n"
+    sections = {name: body for name, body in parts.items() if body}
+    links = " ".join(f'<a href="#{_key(name)}">{html.escape(name)}</a>' for name in sections)
+    told = "".join(f"<p>{html.escape(text)}</p>" for text in (introduction,) if text)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        f"<title>{html.escape(title)}</title><style>{palette.css()}{_asset('page.css')}</style></head>\n"
+        f'<body><header><h1>{html.escape(title)}</h1><p class="verdict">{html.escape(verdict(summary))}</p>{told}'
+        f'<nav aria-label="Sections">{links}</nav></header>\n<main>'
+        + "\n".join(f'<section id="{_key(name)}"><h2>{html.escape(name)}</h2>{body}</section>' for name, body in sections.items())
+        + f"</main>\n{_data(summary, browser)}<script>{_asset('page.js')}</script></body></html>\n"
     )
-    file.write_text(page, encoding="utf-8")
-    return pictures
 
 
-def html_table(results: list[RunResult]) -> str:
-    metrics = list(results[0].metrics)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ["method", "negatives", *metrics, "seconds", "peak memory"])
-    rows = []
-    for result in results:
-        cells = [html.escape(result.name), f"{result.negatives_per_query:,}"]
-        cells = [f"<td>{cell}</td>" for cell in cells]
-        for metric in metrics:
-            mark = ' class="best"' if result.metrics[metric] == best(results, metric) else ""
-            cells.append(f"<td{mark}>{100 * result.metrics[metric]:.1f}</td>")
-        cells += [f"<td>{result.seconds:.0f}</td>", f"<td>{result.peak_bytes / 1e6:,.0f} MB</td>"]
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+def _key(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def _asset(name: str) -> str:
+    return files("contaccum.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _results(summary: Summary) -> str:
+    remarks = "".join(f"<li>{html.escape(note)}</li>" for note in notes(summary))
+    below = f'<p class="small">{html.escape(legend(summary))}</p>' + (f'<ul class="small">{remarks}</ul>' if remarks else "")
+    return as_html(summary_table(summary), "Results, a line per method", "sortable") + below
+
+
+def _pair(summary: Summary, place: int) -> str:
+    pair = summary.pairs[place]
+    title = f"{pair.first.name} against {pair.second.name}"
+    if not pair.tests:
+        return f"<h3>{html.escape(title)}</h3><p>They have no values per query of the same queries, so that nothing can be tested.</p>"
+    return f"<h3>{html.escape(title)}</h3>{as_html(pair_table(pair), title)}"
+
+
+def _figures(figures: str) -> str:
+    return f'<div class="figures">{figures}</div>' if figures else ""
+
+
+def _figure(drawing: Drawing, picture: str) -> str:
+    drawn = page_svg(picture, drawing.name, drawing.title)
+    return f"<figure><h3>{html.escape(drawing.title)}</h3>{drawn}<figcaption>{html.escape(drawing.caption)}</figcaption></figure>"
+
+
+def _differences(summary: Summary) -> str:
+    if len(summary.rows) < 2:
+        return ""
+    if not differences(summary.rows):
+        return "<p>The configurations are the same.</p>"
+    return "<p>The fields in which the runs differ; all others are the same.</p>" + as_html(
+        difference_table(summary.rows), "Differences", "wrapped"
+    )
+
+
+def _browser(browser: Browser) -> str:
+    names = [html.escape(name) for name in browser.runs]
+    options = ["".join(f'<option value="{place}">{name}</option>' for place, name in enumerate(names)) for _ in range(2)]
+    return (
+        f'<p>{html.escape(browser.told())}</p><form class="controls" id="controls" hidden>'
+        f'<label>First run <select id="first">{options[0]}</select></label>'
+        f'<label>Second run <select id="second">{options[1]}</select></label>'
+        '<label>Order <select id="order"><option value="either">largest difference</option><option value="first">first run better</option>'
+        '<option value="second">second run better</option><option value="worst">both poor</option></select></label>'
+        '<label>Find <input id="find" type="search" placeholder="words of the query" autocomplete="off"></label></form>'
+        '<p class="small" id="shown" aria-live="polite"></p><ol class="queries" id="list"></ol>'
+        '<button type="button" id="more" hidden>Show more</button><noscript><p>The query browser needs JavaScript.</p></noscript>'
+        '<p class="print-only">The queries are to be browsed on a screen.</p>'
+    )
+
+
+def _runs(summary: Summary, provenance: Mapping[str, Any]) -> str:
+    runs = [run for row in summary.rows for run in row.runs]
+    told = {**({"report": dict(provenance)} if provenance else {}), **{str(run.folder): run.provenance for run in runs}}
+    return "".join(f"<details><summary>{html.escape(name)}</summary><pre>{_json(value)}</pre></details>" for name, value in told.items())
+
+
+def _json(value: Any) -> str:
+    return html.escape(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def _data(summary: Summary, browser: Browser | None) -> str:
+    """The browser's data, and the two runs with which it opens: the first pair that was asked for, else the two best."""
+    if browser is None:
+        return ""
+    pair = summary.pairs[0] if summary.pairs else None
+    ranked = summary.ranked()
+    opened = (pair.first, pair.second) if pair else (ranked[0], ranked[min(1, len(ranked) - 1)])
+    start = [browser.rows.index(row.name) if row.name in browser.rows else 0 for row in opened]
+    return f'<script type="application/json" id="data">{as_embedded({**browser.as_json(), "start": start})}</script>\n'

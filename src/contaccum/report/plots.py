@@ -1,60 +1,159 @@
-"""Plots as matplotlib figures; matplotlib is imported only when something is drawn."""
+"""Figures from numbers; matplotlib is imported only when something is drawn."""
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
-from contaccum.report.results import RunResult
+from contaccum.report.palette import INK, RULE, style
+from contaccum.report.series import PHASES, Series
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#bbbbbb")  # told apart by most colour-blind readers
-
-
-def loss_curves(results: list[RunResult], window: int = 10) -> Any:
-    """Loss by update, each point the mean over `window` updates. Heights are comparable only for equal numbers of negatives."""
-    figure, axes = _figure()
-    for result, colour in zip(results, COLOURS, strict=False):
-        losses = [line["loss"] for line in result.log]
-        means = [sum(losses[i : i + window]) / len(losses[i : i + window]) for i in range(0, len(losses), window)]
-        axes.plot([i * window + 1 for i in range(len(means))], means, label=result.name, color=colour, linewidth=2)
-    axes.set_xlabel("update")
-    axes.set_ylabel("loss")
-    axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
-    return figure
-
-
-def metric_bars(results: list[RunResult], metric: str) -> Any:
-    """One bar a run, in percent, with its figure."""
-    figure, axes = _figure(height=0.6 + 0.5 * len(results))
-    values = [100 * result.metrics[metric] for result in results]
-    bars = axes.barh([result.name for result in results], values, color=list(COLOURS[: len(results)]))
-    axes.bar_label(bars, fmt="%.1f", padding=4)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{metric} (%)")
-    axes.set_xlim(0, max(values) * 1.15 or 1)
-    return figure
+WIDTH = 4.6  # inches: as wide as a phone, so that 12 points remain legible there
+LOOK: dict[Any, Any] = {
+    "font.size": 12,
+    "legend.fontsize": 11,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.linewidth": 0.8,
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.9,
+    "lines.markersize": 5.5,
+    "hatch.color": INK,
+    "hatch.linewidth": 0.6,
+    "svg.fonttype": "none",
+}
 
 
-def as_svg(figure: Any) -> str:
-    """The figure as an <svg> element."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+class Bar(NamedTuple):
+    slot: int
+    name: str
+    value: float
+    deviation: float | None = None  # over seeds
 
 
-def save_png(figure: Any, file: Path) -> None:
-    figure.savefig(file, dpi=150, bbox_inches="tight")
+def look(**more: Any) -> AbstractContextManager[Any]:
+    """Our settings of matplotlib, for drawing and for saving."""
+    try:
+        from matplotlib import rc_context
+    except ModuleNotFoundError as error:
+        raise ValueError("matplotlib is not installed; pip install 'contaccum[report]'") from error
+    return rc_context(LOOK | more)
 
 
-def _figure(height: float = 3.6) -> tuple[Any, Any]:
+def lines(drawn: Sequence[Series], x: str, y: str, zero: bool = True, level: float | None = None) -> Any:
+    """A line per series with its band over seeds. `zero`: the axis starts there; `level`: a line to compare with, in a ratio's plot."""
+    from matplotlib.ticker import MaxNLocator
+
+    with look():
+        figure, axes = _figure(2.9 + 0.25 * _legend_lines(drawn))
+        if level is not None:
+            axes.axhline(level, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label="_level")
+        for one in drawn:
+            _line(axes, one)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if level is not None:
+            _logarithmic(axes, drawn)
+        elif zero:
+            axes.set_ylim(bottom=0)
+        figure.legend(loc="outside lower center", ncols=_columns(drawn), frameon=False, handlelength=3, columnspacing=1.4)
+        return figure
+
+
+def _line(axes: Any, one: Series) -> None:
+    look_of, points = style(one.slot), len(one.x)
+    step = max(1, points // 6)
+    start = one.slot * step // 8 if points > 12 else 0  # markers of lines that lie on each other stay apart
+    axes.plot(one.x, one.y, label=one.name, color=look_of.light, linestyle=look_of.line, marker=look_of.marker, markevery=(start, step))
+    if one.low != one.high:
+        axes.fill_between(one.x, one.low, one.high, color=look_of.light, alpha=0.18, linewidth=0)
+
+
+def _logarithmic(axes: Any, drawn: Sequence[Series]) -> None:
+    """A logarithmic axis with plain figures, where the values span more than a factor of five."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    low, high = min(min(one.low) for one in drawn), max(max(one.high) for one in drawn)
+    if high / low > 5:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def bars(drawn: Sequence[Bar], x: str, text: Callable[[float], str]) -> Any:
+    """A bar per row, its name above and its figure beside it, with the deviation over seeds where there are several."""
+    with look():
+        figure, axes = _figure(0.8 + 0.56 * len(drawn))
+        places = list(range(len(drawn)))
+        errors = [bar.deviation or 0.0 for bar in drawn]
+        axes.barh(places, [bar.value for bar in drawn], height=0.42, color=[style(bar.slot).light for bar in drawn])
+        for place, bar, error in zip(places, drawn, errors, strict=True):
+            if error:
+                axes.errorbar(bar.value, place, xerr=error, color=INK, capsize=3, linewidth=1.2)
+            _named(axes, place, bar.name)
+            axes.annotate(text(bar.value), (bar.value + error, place), (5, 0), textcoords="offset points", va="center")
+        _finish_bars(axes, len(drawn), max(bar.value + error for bar, error in zip(drawn, errors, strict=True)), x)
+        return figure
+
+
+def stacked(drawn: Sequence[tuple[int, str, dict[str, float]]], x: str) -> Any:
+    """A bar per (slot, name, phase -> value), its phases from the left in shades and hatches that stay apart in grey."""
+    with look():
+        figure, axes = _figure(1.15 + 0.56 * len(drawn))
+        left = [0.0] * len(drawn)
+        for phase, shade, hatch in zip(PHASES, (0.75, 0.5, 0.28, 0.1), ("", "////", "", "...."), strict=True):
+            widths = [phases[phase] for _, _, phases in drawn]
+            axes.barh(
+                range(len(drawn)), widths, left=left, height=0.42, color=[(*_rgb(INK), shade)], hatch=hatch, edgecolor=INK, label=phase
+            )
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        for place, (_, name, _) in enumerate(drawn):
+            _named(axes, place, name)
+        _finish_bars(axes, len(drawn), max(left), x)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, handlelength=1.4, columnspacing=1.2)
+        return figure
+
+
+def _named(axes: Any, place: int, name: str) -> None:
+    axes.annotate(name, (0, place - 0.24), (0, 1), textcoords="offset points", va="bottom", ha="left")
+
+
+def _finish_bars(axes: Any, count: int, largest: float, x: str) -> None:
+    axes.set_ylim(count - 0.6, -0.75)
+    axes.set_yticks([])
+    axes.set_xlim(0, largest * 1.18 or 1)
+    axes.spines["left"].set_visible(False)
+    axes.grid(visible=False)
+    axes.set_xlabel(x)
+
+
+def _figure(height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, height), facecolor="white")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
+    axes.grid(visible=True)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def _columns(drawn: Sequence[Series]) -> int:
+    longest = max((len(one.name) for one in drawn), default=0)
+    return min(len(drawn), 3 if longest <= 10 else 2 if longest <= 18 else 1) or 1
+
+
+def _legend_lines(drawn: Sequence[Series]) -> int:
+    return -(-len(drawn) // _columns(drawn))
+
+
+def _rgb(colour: str) -> tuple[float, float, float]:
+    return (int(colour[1:3], 16) / 255, int(colour[3:5], 16) / 255, int(colour[5:7], 16) / 255)

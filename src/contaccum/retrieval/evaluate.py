@@ -35,10 +35,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Judge a run: {"queries", "metrics": name -> mean, "per_query": name -> query -> value}, and "comparison" with `compare`.
 
+    "sources" holds the files and options as they were given: `contaccum report` finds the ranking and the texts by them.
+
     By judgements: `qrels`, a file or a BEIR folder (its `split`, "test" by default), gives `metrics`. By answers: Top@k for each k of
     `top`, the share of queries with an answer among their first k passages, as DPR computes it (`match` "string" or "regex"); answers
     and texts are those of `queries` and `collection`, or of the run itself where it is DPR's retriever output (.json). Both may be
-    asked for. `output` receives the same as JSON.
+    asked for; with `qrels`, queries without answers are no mistake. `output` receives the same as JSON.
     """
     if not top or min(top) < 1:
         raise ValueError(f"top={list(top)} must be numbers of passages, 1 or more")
@@ -47,10 +49,12 @@ def evaluate(
         return _judge(Path(path), qrels, queries, collection, split, match, metrics, top)
 
     found = judge(run)
+    files = {"run": run, "qrels": qrels, "queries": queries, "collection": collection}
     result: dict[str, Any] = {
         "run": str(run),
         "queries": len(next(iter(found.values()))),
         "metrics": {name: sum(values.values()) / len(values) for name, values in found.items()},
+        "sources": {**{name: None if file is None else str(file) for name, file in files.items()}, "split": split, "match": match},
     }
     if compare is not None:
         other = judge(compare)
@@ -75,7 +79,7 @@ def _judge(
     found: PerQuery = {}
     if qrels is not None:
         found |= judged_metrics(read_run(run), read_qrels(qrels_file(Path(qrels), split)), metrics)
-    flags = _answer_flags(run, queries, collection, split, match)
+    flags = _answer_flags(run, queries, collection, split, match, needed=qrels is None)
     if flags is not None:
         found |= {f"Top@{k}": {query: float(any(hits[:k])) for query, hits in flags.items()} for k in top}
     if not found:
@@ -83,10 +87,14 @@ def _judge(
     return found
 
 
-def _answer_flags(run: Path, queries: str | Path | None, collection: str | Path | None, split: str | None, match: str) -> Flags | None:
+def _answer_flags(
+    run: Path, queries: str | Path | None, collection: str | Path | None, split: str | None, match: str, needed: bool
+) -> Flags | None:
     """By the given queries and collection, else by what the run itself holds; None where neither knows answers."""
     if queries is not None:
         known = [query for query in read_queries(queries, split) if query.answers]
+        if not known and not needed:
+            return None
         if not known:
             raise DataError(f"{queries} holds no answers; give queries with answers, or --qrels")
         if collection is None:

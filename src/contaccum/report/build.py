@@ -1,0 +1,106 @@
+"""`contaccum report`: run folders in; one page, its plots as files, and the same as JSON and Markdown out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from contaccum.report.figures import drawings
+from contaccum.report.folders import read_run_folder
+from contaccum.report.page import page
+from contaccum.report.queries import query_browser
+from contaccum.report.rows import rows_of
+from contaccum.report.summary import Summary, notes, summarise
+from contaccum.report.svg import save
+from contaccum.report.tables import as_markdown, difference_table, legend, pair_table, summary_table
+from contaccum.report.verdict import verdict
+from contaccum.retrieval.runs import whole_file
+
+TITLE = "Training runs compared"
+
+
+def report(
+    runs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    json_output: str | Path | None = None,
+    markdown: str | Path | None = None,
+    metric: str | None = None,
+    baseline: str | None = None,
+    compare: Sequence[tuple[str, str]] = (),
+    names: Mapping[Path, str] | None = None,
+    title: str = TITLE,
+    introduction: str = "",
+    provenance: Mapping[str, Any] | None = None,
+) -> Summary:
+    """Write the page `output`, its plots to the folder OUTPUT-plots beside it, and return what they show.
+
+    Args:
+        runs: folders that `contaccum train` wrote; those that differ only in their seed become one row, with mean and deviation.
+        json_output, markdown: files for the same as data and as tables.
+        metric: ranks the runs; None: MRR@10 or what else all have.
+        baseline: a row's name or a run's folder, which all are tested against; None: the best.
+        compare: pairs of such, compared by every metric; the first pair also opens the query browser.
+        names: of rows, by the folder of their first run; None: made of the configuration.
+        introduction: plain text, below the verdict. provenance: of the whole, besides that of each run.
+    """
+    folders = [Path(run) for run in runs]
+    _check(folders, Path(output))
+    rows = rows_of([read_run_folder(folder) for folder in folders], names)
+    summary = summarise(rows, metric, baseline, compare)
+    drawn = list(drawings(summary))
+    plots = Path(output).with_name(f"{Path(output).stem}-plots")
+    pictures = {drawing.name: save(drawing.figure, plots, drawing.name) for drawing in drawn}
+    browser, reason = None, "" if summary.headline else "There is no query browser: no run was evaluated."
+    if summary.headline is not None:
+        try:
+            browser = query_browser(rows, summary.headline)
+        except (ValueError, OSError) as error:
+            reason = f"There is no query browser: {error}."
+    _write(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
+    if json_output is not None:
+        told = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
+        _write(json_output, json.dumps(_finite(told), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    if markdown is not None:
+        _write(markdown, as_text(summary))
+    return summary
+
+
+def as_text(summary: Summary) -> str:
+    """Verdict and tables as Markdown."""
+    parts = [verdict(summary), as_markdown(summary_table(summary)), legend(summary), *notes(summary)]
+    for pair in summary.pairs:
+        parts += [f"{pair.first.name} against {pair.second.name}:", as_markdown(pair_table(pair))]
+    differing = difference_table(summary.rows)
+    parts += ["Differences of configuration:", as_markdown(differing)] if differing.rows else []
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def _check(folders: Sequence[Path], output: Path) -> None:
+    if not folders:
+        raise ValueError("no run was given; give folders that contaccum train wrote")
+    resolved = [folder.resolve() for folder in folders]
+    if twice := next((folder for place, folder in enumerate(folders) if resolved[place] in resolved[:place]), None):
+        raise ValueError(f"{twice} was given twice; give each run once")
+    if output.is_dir():
+        raise ValueError(f"{output} is a folder; give --output a file, as report.html")
+
+
+def _write(file: str | Path, text: str) -> None:
+    try:
+        with whole_file(file) as part:
+            part.write(text)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what JSON cannot hold, as the loss of a run that diverged."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
