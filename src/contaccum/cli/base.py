@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Optional
 
@@ -54,3 +54,19 @@ def options_of(config: Any) -> Callable[[Callable[..., None]], Callable[..., Non
 
 def _default(value: Any) -> str:
     return "" if value in (None, "") else f" (default {value})"
+
+
+def show_table(table: Sequence[Sequence[str]]) -> None:
+    """Head and lines, the first column to the left."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    head, *lines = table
+    drawn = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(head):
+        drawn.add_column(name, justify="right" if place else "left")
+    for line in lines:
+        drawn.add_row(*line)
+    terminal = Console()
+    (terminal if terminal.is_terminal else Console(width=140)).print(drawn)

@@ -1,0 +1,75 @@
+"""`bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from contaccum.cli.base import app, show_table
+
+
+@app.command("bench")
+def bench(
+    model: Annotated[str, typer.Option(help="size of the towers: tiny, minilm-l3, minilm-l6, bert-base or bert-large")] = "bert-base",
+    n_total: Annotated[str, typer.Option(help="samples per update, with commas between")] = "128",
+    n_local: Annotated[str, typer.Option(help="samples per micro-batch, with commas between")] = "8",
+    bank: Annotated[str, typer.Option(help="tuples in the bank, with commas between")] = "1024",
+    query_tokens: Annotated[int, typer.Option(help="tokens per query")] = 32,
+    passage_tokens: Annotated[int, typer.Option(help="tokens per passage")] = 256,
+    hard_negatives: Annotated[int, typer.Option(help="per query")] = 1,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
+    memory: Annotated[Optional[str], typer.Option(help="hold the CUDA allocator to this, as 11GB")] = None,  # noqa: UP045
+    ways: Annotated[Optional[str], typer.Option(help="some of them, with commas between (default: all)")] = None,  # noqa: UP045
+    rounds: Annotated[int, typer.Option(help="turns of each way")] = 3,
+    updates: Annotated[int, typer.Option(help="updates timed per turn")] = 3,
+    output: Annotated[Optional[Path], typer.Option(help="JSON file to write")] = None,  # noqa: UP045
+    json_: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
+) -> None:
+    """Time and memory of one update by our methods, sentence-transformers' losses and the paper's own code's way, side by side.
+
+    Example: contaccum bench --model minilm-l3 --n-total 64 --passage-tokens 64 --rounds 1
+    """
+    from contaccum.bench import WAYS, Workload, measure
+    from contaccum.budget import limit_memory
+    from contaccum.provenance import provenance
+    from contaccum.sizes import parse_bytes
+
+    if memory is not None and (cannot := limit_memory(parse_bytes(memory))):
+        print(f"note: {cannot}", file=sys.stderr)
+    chosen = list(WAYS) if ways is None else [way.strip() for way in ways.split(",")]
+    shape: dict[str, Any] = {
+        "query_tokens": query_tokens,
+        "passage_tokens": passage_tokens,
+        "hard_negatives": hard_negatives,
+        "precision": precision,
+    }
+    rows = []
+    for total in _numbers("n-total", n_total):
+        for local in _numbers("n-local", n_local):
+            for size in _numbers("bank", bank):
+                rows += measure(model, Workload(total, local, size, **shape), chosen, rounds, updates)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps({"provenance": provenance(0), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    if json_:
+        print(json.dumps(rows))
+        return
+    head = ["way", "N_total", "n", "bank", "ms an update", "over gradaccum", "samples/s", "peak MB"]
+    show_table([head, *map(_line, rows)])
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    ratio, peak = row["time_over_gradaccum"], row["peak_bytes"]
+    sizes = [f"{row[name]:,}" for name in ("n_total", "n_local", "bank")]
+    times = [f"{1000 * row['seconds']:.1f}", "" if ratio is None else f"x{ratio:.2f}", f"{row['samples_per_second']:.0f}"]
+    return [row["way"], *sizes, *times, "" if peak is None else f"{peak / 1e6:,.0f}"]
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    if not text.replace(",", "").replace(" ", "").isdigit():
+        raise ValueError(f"--{name} {text!r} must be whole numbers with commas between, as 128,512")
+    return [int(number) for number in text.split(",")]

@@ -1,0 +1,78 @@
+"""`reproduce`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from contaccum.cli.base import app, show_table
+
+
+@app.command("reproduce")
+def reproduce(
+    experiment: Annotated[str, typer.Argument(help="main, ablation, bank-size, speed, gradnorm, simmass or memory")],
+    dataset: Annotated[str, typer.Option(help="acl, squad-wiki, nq, trivia, webq, trec, msmarco or harvest (embedded)")] = "harvest",
+    data: Annotated[Optional[Path], typer.Option(help="folder with the data set's files (not for harvest)")] = None,  # noqa: UP045
+    scale: Annotated[str, typer.Option(help="tiny (a minute on a CPU), small (one GPU, hours or less) or paper")] = "small",
+    model: Annotated[Optional[str], typer.Option(help="encoder to start from (default: bert-base-uncased; tiny: random)")] = None,  # noqa: UP045
+    output: Annotated[Optional[Path], typer.Option(help="folder to write, or to go on with (default: runs/EXPERIMENT-DATASET)")] = None,  # noqa: UP045
+    seeds: Annotated[str, typer.Option(help="seeds with commas between")] = "0",
+    jobs: Annotated[int, typer.Option(help="processes at once; small micro-batches leave a GPU room for several; 0: all in this one")] = 1,
+    set_: Annotated[Optional[list[str]], typer.Option("--set", help="training option for every cell, as lr=1e-4, repeatable")] = None,  # noqa: UP045
+    only: Annotated[Optional[list[str]], typer.Option(help="cells with this in their name, repeatable (default: all)")] = None,  # noqa: UP045
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the cells and about how long they take; run nothing")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
+) -> None:
+    """Run one of the paper's experiments: result file, table and figure. Interrupted, the same command goes on.
+
+    Example: contaccum reproduce main --scale tiny
+
+    Example: contaccum reproduce main --dataset nq --data downloads/nq --scale paper --seeds 0,1,2
+    """
+    from contaccum.experiments.runner import Request, planned
+    from contaccum.experiments.runner import reproduce as run_reproduce
+
+    folder = output or Path("runs") / f"{experiment}-{dataset}"
+    settings = tuple(_settings(set_ or []).items())
+    request = Request(experiment, folder, dataset, data, scale, model, _seeds(seeds), jobs, settings, tuple(only or ()))
+    request.check()
+    if dry_run:
+        from contaccum.experiments.estimate import estimates
+
+        for line in estimates(request, planned(request)):
+            print(line)
+        return
+    found = run_reproduce(request, say=lambda line: print(line, file=sys.stderr, flush=True))
+    if json_:
+        print(json.dumps(found["rows"]))
+    elif found["rows"]:
+        show_table(found["table"])
+        print("  ".join(str(file) for file in found["files"]))
+    if found["failed"]:
+        raise SystemExit(1)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    if not text.replace(",", "").replace(" ", "").isdigit():
+        raise ValueError(f"--seeds {text!r} must be whole numbers with commas between, as 0,1,2")
+    return tuple(dict.fromkeys(int(seed) for seed in text.split(",")))
+
+
+def _settings(words: list[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs, checked and typed as fields of a training configuration."""
+    import yaml
+
+    from contaccum.config import load_config
+
+    pairs = [word.partition("=") for word in words]
+    if wrong := [word for word, (_, equals, _) in zip(words, pairs, strict=True) if not equals]:
+        raise ValueError(f"--set {wrong[0]!r} must be NAME=VALUE, as lr=1e-4")
+    values = {name.replace("-", "_"): yaml.safe_load(value) for name, _, value in pairs}
+    if own := set(values) & {"data", "output", "model", "seed", "method"}:
+        raise ValueError(f"--set {own.pop()} is the experiment's own; use its option")
+    config = load_config(None, values)
+    return {name: getattr(config, name) for name in values}

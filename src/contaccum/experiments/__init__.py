@@ -1,0 +1,1 @@
+"""The paper's tables and figures: what each varies, what it draws, and one runner for all."""

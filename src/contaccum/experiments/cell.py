@@ -1,0 +1,133 @@
+"""One cell: train, search and judge, or measure; the result is one JSON file that appears when it is whole.
+
+python -m contaccum.experiments.cell FOLDER        # reads FOLDER/cell.json, writes FOLDER/result.json
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from contaccum.experiments.datasets import Ready
+from contaccum.logfile import read_log
+from contaccum.provenance import provenance
+
+KEPT = 100  # passages a query in the run file
+
+
+def run_cell(folder: Path) -> None:
+    spec = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
+    started = time.perf_counter()
+    found = {"train": _train, "speed": _speed, "memory": _memory}[spec["kind"]](folder, spec)
+    told = {**found, "total_seconds": time.perf_counter() - started, "provenance": provenance(spec["seed"])}
+    part = folder / "result.part"
+    part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    part.replace(folder / "result.json")
+
+
+def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """Train, or go on with what an interrupted try left."""
+    from contaccum.config import TrainConfig
+    from contaccum.train import train
+
+    data, run = Ready(**spec["data"]), folder / "run"
+    options = {**spec["options"], "data": data.train, "output": str(run), "seed": spec["seed"]}
+    share = options.pop("query_bank_stop_share", None)
+    if share is not None:
+        options["query_bank_stop_update"] = round(share * _updates(options))
+    config = TrainConfig(**options)
+    finished = run / "summary.json"
+    if finished.exists():
+        summary = json.loads(finished.read_text())
+    else:
+        begun = (run / "config.yaml").exists()
+        if run.exists() and not begun:
+            shutil.rmtree(run)
+        summary = train(config, resume=begun)
+    metrics = judge(run, data) if spec["evaluated"] else {}
+    return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
+
+
+def _updates(options: dict[str, Any]) -> int:
+    """Of the whole run, as `train` will count them."""
+    import math
+
+    from contaccum.data.training import load_training_set
+
+    rows = len(load_training_set(options["data"], "train", options.get("limit")))
+    per_epoch: int = math.ceil(rows / options.get("n_total", 128))
+    return math.ceil(float(options.get("epochs", 40)) * per_epoch)
+
+
+def judge(run: Path, data: Ready) -> dict[str, float]:
+    """Encode the collection, search it exactly, judge; `run` keeps the run file and the values per query, not the vectors."""
+    from contaccum.retrieval import encode, evaluate, search
+
+    vectors, found = run / "vectors", run / "test.trec"
+    encode(run / "model", data.collection, vectors / "passages", progress=False)
+    encode(run / "model", data.queries, vectors / "queries", queries=True, split=data.split, progress=False)
+    search(vectors / "passages", vectors / "queries", found, k=KEPT, verify=False)
+    shutil.rmtree(vectors)
+    if data.qrels is not None:
+        judged = evaluate(
+            found,
+            qrels=data.qrels,
+            split=data.split,
+            metrics=data.metrics,
+            collection=data.collection,
+            output=run / "evaluation.json",
+        )
+    else:
+        top = [int(name.partition("@")[2]) for name in data.metrics]
+        judged = evaluate(
+            found, queries=data.queries, collection=data.collection, match=data.match, top=top, output=run / "evaluation.json"
+        )
+    metrics: dict[str, float] = judged["metrics"]
+    return metrics
+
+
+def _told_by(run: Path) -> dict[str, Any]:
+    """What the figures of gradnorm and simmass draw."""
+    lines = read_log(run / "diagnostics.jsonl")
+    ratios = [[line["update"], line["grad_norm_ratio"]] for line in lines if line.get("grad_norm_ratio") is not None]
+    masses = [{"update": line["update"], **line["sim_mass"]} for line in lines if "sim_mass" in line]
+    return {"grad_norm_ratio": ratios, "sim_mass": masses}
+
+
+def _speed(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    from contaccum.bench import Workload, measure
+
+    options = dict(spec["options"])
+    size, ways, rounds = options.pop("size"), options.pop("ways"), options.pop("rounds", 3)
+    return {"ways": measure(size, Workload(**options), ways, rounds=rounds)}
+
+
+def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of a full bank: as predicted, as its vectors take, with its table; and of the whole matrix in fp32."""
+    import torch
+
+    from contaccum import DualBankInfoNCE
+
+    bank, n, width, h = (spec["options"][name] for name in ("bank", "n", "width", "hard_negatives"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    criterion = DualBankInfoNCE(bank_size=bank)
+    for _ in range(0, bank, n):
+        vectors = torch.randn(n, 2 + h, width, device=device, requires_grad=True)
+        criterion(vectors[:, 0], vectors[:, 1], vectors[:, 2:] if h else None)
+    seen = sum(buffer.nbytes for name, buffer in criterion.bank.named_buffers() if name in ("_queries", "_passages"))
+    rows, columns = bank + n, (bank + n) * (1 + h)
+    return {
+        "predicted_bytes": bank * (2 + h) * width * 4,
+        "vector_bytes": seen,
+        "bank_bytes": criterion.bank.nbytes,
+        "matrix_bytes": rows * columns * 4,
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+    }
+
+
+if __name__ == "__main__":
+    run_cell(Path(sys.argv[1]))

@@ -1,0 +1,195 @@
+"""The data sets by name: the paper's, those of the same form, and the embedded one; brought into the form that cells read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from contaccum.data.beir import is_beir, read_qrels
+from contaccum.data.training import has_negatives, load_training_set
+from contaccum.errors import DataError
+from contaccum.experiments.grid import Scale
+from contaccum.retrieval.texts import Query, qrels_file, read_collection_of, read_queries
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """`form`: beir, msmarco, dpr or harvest. `epochs` and `bank` are the paper's."""
+
+    form: str
+    split: str = "test"
+    epochs: float = 40
+    bank: int = 1024
+    metrics: tuple[str, ...] = ("MRR@10", "NDCG@10", "Recall@20", "Recall@100")
+    match: str = "string"
+
+    @property
+    def headline(self) -> str:
+        return "Top@20" if self.form == "dpr" else self.metrics[0]
+
+
+DATASETS = {
+    "acl": DataSet("beir"),
+    "harvest": DataSet("harvest"),
+    "squad-wiki": DataSet("dpr", bank=128),
+    "nq": DataSet("dpr", bank=2048),
+    "trivia": DataSet("dpr", epochs=100, bank=512),
+    "webq": DataSet("dpr", epochs=100, bank=128),
+    "trec": DataSet("dpr", epochs=40, bank=128, match="regex"),
+    "msmarco": DataSet("msmarco", "dev", 10, 1024, ("NDCG@20", "NDCG@100", "Recall@20", "Recall@100")),
+}
+HARVESTED, HARVEST_TEST = 20_000, 1000
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a cell trains on and is judged by. Paths; `qrels` None: by answers."""
+
+    train: str
+    collection: str
+    queries: str
+    split: str | None
+    qrels: str | None
+    match: str
+    metrics: tuple[str, ...]
+    hard_negatives: bool
+
+
+def ready(name: str, source: Path | None, folder: Path, scale: Scale) -> Ready:
+    """Prepare the data set once under `folder`; what is there already is used again."""
+    if name not in DATASETS:
+        raise ValueError(f"dataset {name!r} is unknown; choose one of {', '.join(DATASETS)}")
+    known = folder / "ready.json"
+    if known.exists():
+        return Ready(**{**json.loads(known.read_text()), "metrics": tuple(json.loads(known.read_text())["metrics"])})
+    dataset = DATASETS[name]
+    if dataset.form != "harvest" and (source is None or not source.is_dir()):
+        given = "none was given" if source is None else f"{source} is no folder"
+        raise DataError(f"{name} needs --data, the folder with its files ({given}); contaccum prepare --download fetches the public ones")
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"harvest": _harvested, "beir": _beir, "msmarco": _msmarco, "dpr": _dpr}[dataset.form](dataset, source or folder, folder, scale)
+    part = known.with_suffix(".part")
+    part.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    part.replace(known)
+    return found
+
+
+def _harvested(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
+    from contaccum.data.harvest import harvest, write_beir
+
+    data = folder / "harvest"
+    if not is_beir(data):
+        test = scale.queries or HARVEST_TEST
+        write_beir(harvest(limit=HARVESTED if scale.rows is None else scale.rows + test), data, test=test)
+    return _judged(dataset, data, data, data)
+
+
+def _beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
+    return _judged(dataset, source, *_smaller_beir(dataset, source, folder, scale))
+
+
+def _msmarco(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
+    from contaccum.data.prepare import prepare
+
+    if not (folder / "train").exists():
+        prepare(str(source), folder / "train", "msmarco", max_negatives=5)
+    beir = source if is_beir(source) else source / "msmarco"
+    return _judged(dataset, folder / "train", *_smaller_beir(dataset, beir, folder, scale))
+
+
+def _judged(dataset: DataSet, train: Path, collection: Path, judged: Path) -> Ready:
+    negatives = has_negatives(load_training_set(train, "train", limit=1000))
+    return Ready(str(train), str(collection), str(judged), dataset.split, str(judged), dataset.match, dataset.metrics, negatives)
+
+
+def _smaller_beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> tuple[Path, Path]:
+    """(collection, folder of queries and qrels): the source itself, or a part of it with all that is relevant."""
+    if scale.queries is None and scale.passages is None:
+        return source, source
+    small = folder / "small"
+    (small / "qrels").mkdir(parents=True, exist_ok=True)
+    qrels = dict(islice(read_qrels(qrels_file(source, dataset.split)).items(), scale.queries))
+    lines = [f"{query}\t{doc}\t{grade}\n" for query, grades in qrels.items() for doc, grade in grades.items()]
+    (small / "qrels" / f"{dataset.split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines), encoding="utf-8")
+    asked = [query for query in read_queries(source, dataset.split) if query.id in qrels]
+    _write_jsonl(small / "queries.jsonl", ({"_id": query.id, "text": query.text} for query in asked))
+    relevant = {doc for grades in qrels.values() for doc in grades}
+    _write_some(small / "corpus.jsonl", source, lambda key, text: key in relevant, scale.passages)
+    return small, small
+
+
+def _dpr(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
+    from contaccum.data.prepare import prepare
+
+    collection = next((path for path in sorted(source.iterdir()) if ".tsv" in path.suffixes), None)
+    if collection is None:
+        raise DataError(f"{source} holds no passages .tsv (also .gz, .xz); put psgs_w100.tsv.gz there")
+    train = folder / "train"
+    if not train.exists():
+        prepare(str(source), train)
+    if not has_negatives(load_training_set(train, "train", limit=1000)):
+        train = _mined(train, collection, folder / "mined")
+    test = next((path for path in sorted(source.iterdir()) if "-test." in path.name), None)
+    if test is None:
+        raise DataError(f"{source} holds no test questions (a file named ...-test.json or ...-test.qa.csv)")
+    queries = read_queries(test)
+    if scale.queries is not None or scale.passages is not None:
+        queries = queries[: scale.queries]
+        collection = _passages_for(queries, collection, folder / "small.jsonl", dataset.match, scale.passages)
+        test = folder / "queries.jsonl"
+        _write_jsonl(test, ({"_id": q.id, "text": q.text, "answers": q.answers} for q in queries))
+    return Ready(str(train), str(collection), str(test), None, None, dataset.match, ("Top@1", "Top@5", "Top@20", "Top@100"), True)
+
+
+def _mined(train: Path, collection: Path, output: Path) -> Path:
+    from contaccum.data.mine import mine
+
+    if not output.exists():
+        mine(train, collection, output)
+    return output
+
+
+def _passages_for(queries: list[Query], collection: Path, file: Path, match: str, others: int | None) -> Path:
+    """A part of the collection: passages with an answer to one of the queries, and others."""
+    from contaccum.retrieval.answers import has_answer
+
+    wanted = [answer for query in queries for answer in query.answers]
+    _write_some(file, collection, lambda key, text: has_answer(wanted, text, match), others, at_most=others)
+    return file
+
+
+def _write_some(file: Path, collection: Path, is_wanted: Any, others: int | None, at_most: int | None = None) -> None:
+    """Passages that are wanted (the first `at_most`) and the first `others` that are not, as JSONL."""
+
+    def chosen() -> Iterable[dict[str, str]]:
+        left, room = others, at_most
+        for key, title, text in read_collection_of(collection):
+            if room != 0 and is_wanted(key, text):
+                room = None if room is None else room - 1
+            elif left == 0:
+                if room == 0:
+                    return
+                continue
+            else:
+                left = None if left is None else left - 1
+            yield {"_id": key, "title": title, "text": text}
+
+    _write_jsonl(file, chosen())
+
+
+def _write_jsonl(file: Path, records: Iterable[dict[str, Any]]) -> None:
+    part = file.with_name(file.name + ".part")
+    with open(part, "w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    part.replace(file)
+
+
+def corpus_texts(data: Ready, count: int) -> Iterable[str]:
+    """Some of its texts, for a tokenizer to learn from."""
+    passages = (f"{title} {text}" for _, title, text in read_collection_of(data.collection))
+    yield from islice(passages, count)
+    yield from (query.text for query in read_queries(data.queries, data.split)[:count])

@@ -1,0 +1,87 @@
+"""`reproduce --dry-run`: the cells, and about how long they take on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from contaccum.experiments.grid import SCALES, Cell
+
+if TYPE_CHECKING:
+    from contaccum.experiments.runner import Request
+
+ROUNDS = 3
+FORWARD_SHARE = 1 / 3  # of a training pass, about, is the forward one: what encoding costs
+
+
+def estimates(request: Request, cells: Sequence[Cell]) -> Iterator[str]:
+    """A line per cell and one for all. Nothing is written but what the model's loading caches."""
+    rate, reason = _samples_per_second(request) if any(cell.kind == "train" for cell in cells) else (None, "")
+    known = _sizes(request)
+    total = 0.0
+    for cell in cells:
+        seconds = None if rate is None or known is None or cell.kind != "train" else _seconds(cell, request, rate, *known)
+        total += seconds or 0.0
+        yield f"{cell.name}" + ("" if seconds is None else f": about {_minutes(seconds)}")
+    if rate is None or known is None:
+        yield f"{len(cells)} cells; time not estimated" + (f": {reason}" if reason else "")
+    else:
+        together = f" with {request.jobs} at a time, if they do not slow each other down" if request.jobs > 1 else ""
+        yield f"{len(cells)} cells, about {_minutes(total / max(1, request.jobs))}{together}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _sizes(request: Request) -> tuple[int, int] | None:
+    """(training rows, passages), where they can be known without preparing."""
+    from contaccum.data.training import load_training_set
+    from contaccum.experiments.datasets import DATASETS, HARVESTED
+    from contaccum.retrieval.texts import count_lines
+
+    scale, form = SCALES[request.scale], DATASETS[request.dataset].form
+    if form == "harvest":
+        rows = scale.rows or HARVESTED
+        return rows, rows
+    if request.data is None or form != "beir":
+        return None
+    rows = len(load_training_set(request.data, "train", scale.rows))
+    return rows, scale.passages or count_lines(request.data)
+
+
+def _seconds(cell: Cell, request: Request, rate: float, rows: int, passages: int) -> float:
+    options: dict[str, Any] = {**SCALES[request.scale].train, **dict(request.settings), **cell.options}
+    passes = 1 + FORWARD_SHARE if options["method"].endswith("gradcache") else 1
+    training = float(options.get("epochs", 40)) * rows * passes / rate
+    return training + (passages * FORWARD_SHARE / (2 * rate) if cell.evaluated else 0.0)  # a sample has two texts
+
+
+def _samples_per_second(request: Request) -> tuple[float | None, str]:
+    """Of this machine, measured on a few micro-batches of the smallest size; or None and why not."""
+    from contaccum.bench import SIZES, Workload, measure
+
+    scale = SCALES[request.scale]
+    size = _size_of(request.model) if request.model else ("tiny" if request.scale == "tiny" else "bert-base")
+    if size not in SIZES:
+        return None, f"the model {request.model} cannot be read"
+    tokens = int(dict(request.settings).get("max_seq_length", scale.train["max_seq_length"]))
+    started = time.perf_counter()
+    work = Workload(n_total=scale.n, n_local=scale.n, bank=0, query_tokens=tokens, passage_tokens=tokens, hard_negatives=0)
+    (row,) = measure(size, work, ["gradaccum"], rounds=1, updates=ROUNDS)
+    return float(row["samples_per_second"]), f"measured in {time.perf_counter() - started:.0f} s"
+
+
+def _size_of(model: str) -> str:
+    """The nearest of our sizes, by layers and width."""
+    from transformers import AutoConfig
+
+    from contaccum.bench import SIZES
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        return ""
+    work = config.num_hidden_layers * config.hidden_size**2
+    return min(SIZES, key=lambda name: abs(SIZES[name][0] * SIZES[name][1] ** 2 - work))

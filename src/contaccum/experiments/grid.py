@@ -1,0 +1,114 @@
+"""An experiment as data: cells that differ in a few training options, at one of three scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run, or one measurement, of an experiment. Seeds of one `group` are averaged."""
+
+    group: str  # "contaccum, n = 8"
+    options: dict[str, Any]  # TrainConfig fields, or of the measurement
+    facts: dict[str, Any] = field(default_factory=dict)  # what tables and plots sort by: {"n": 8, "bank": 1024}
+    kind: str = "train"  # or a measurement of `contaccum.experiments.cell`
+    evaluated: bool = True  # search and judge the test queries after training
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """A folder's name."""
+        words = "".join(letter if letter.isalnum() or letter in ".+" else " " for letter in self.group).split()
+        return "-".join([*words, f"seed{self.seed}"])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the runs are. `micro` are the sizes that fit 11, 24 and 80 GB in the paper; the last is a whole update."""
+
+    micro: tuple[int, int, int]
+    bank: int
+    banks: tuple[int, ...]
+    totals: tuple[int, ...]  # samples per update, of bank-size
+    speed_totals: tuple[int, ...]
+    memory_banks: tuple[int, ...]
+    bench_model: str
+    bench_tokens: tuple[int, int]  # queries, passages
+    train: dict[str, Any]  # TrainConfig fields
+    rows: int | None = None  # training rows, test queries and passages at most; None: all
+    queries: int | None = None
+    passages: int | None = None
+
+    @property
+    def n(self) -> int:
+        return self.micro[0]
+
+    @property
+    def n_total(self) -> int:
+        return self.micro[2]
+
+
+_PAPER = {"similarity": "dot", "pooling": "cls", "max_seq_length": 256, "lr": 2e-5, "warmup_updates": 1237}
+_SMALL = {"similarity": "cosine", "pooling": "cls", "max_seq_length": 128, "lr": 1e-4, "epochs": 1, "save_every": 0}
+_TINY = {"similarity": "cosine", "pooling": "mean", "max_seq_length": 16, "lr": 1e-3, "epochs": 1, "save_every": 0, "diagnose_every": 1}
+SCALES = {
+    "paper": Scale(
+        micro=(8, 32, 128),
+        bank=2048,
+        banks=(0, 128, 512, 1024, 2048),
+        totals=(8, 32, 64, 128),
+        speed_totals=(8, 16, 32, 64, 128, 256, 512),
+        memory_banks=(128, 512, 1024, 2048, 5096),
+        bench_model="bert-base",
+        bench_tokens=(256, 256),
+        train=_PAPER,
+    ),
+    "small": Scale(
+        micro=(8, 32, 128),
+        bank=1024,
+        banks=(0, 128, 512, 1024, 2048),
+        totals=(8, 32, 64, 128),
+        speed_totals=(8, 32, 128, 512),
+        memory_banks=(128, 512, 1024, 2048, 5096),
+        bench_model="bert-base",
+        bench_tokens=(32, 128),
+        train=_SMALL,
+        rows=20_000,
+    ),
+    "tiny": Scale(
+        micro=(2, 4, 8),
+        bank=16,
+        banks=(0, 8, 16),
+        totals=(2, 8),
+        speed_totals=(8, 16),
+        memory_banks=(16, 64),
+        bench_model="tiny",
+        bench_tokens=(8, 8),
+        train=_TINY,
+        rows=48,
+        queries=12,
+        passages=60,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """`cells` of a scale, for data with or without hard negatives and a bank of so many tuples; `draw` makes its figure."""
+
+    name: str
+    paper: str  # where it stands there
+    title: str
+    cells: Callable[[Scale, int, bool], list[Cell]]
+    draw: Callable[[Sequence[dict[str, Any]], str], Any]  # result rows, headline metric -> matplotlib figure
+    headline: str | None = None  # column of the table where there is no retrieval metric
+
+
+def with_seeds(cells: Sequence[Cell], seeds: Sequence[int]) -> list[Cell]:
+    """Every cell once per seed, seed by seed, so that an interrupted grid is complete for the first seeds. Measurements have one."""
+    from dataclasses import replace
+
+    return [replace(cell, seed=seed) for i, seed in enumerate(seeds) for cell in cells if i == 0 or cell.kind == "train"]

@@ -1,0 +1,209 @@
+"""`reproduce`: the cells of an experiment, several at a time, each in a process of its own; then its table and figure.
+
+OUTPUT holds `data/` (prepared once), `cells/NAME/` (cell.json, cell.log, result.json and the run folder), and of all that is finished
+`results.json`, `table.md` and the figure. Run again, finished cells are not repeated and an interrupted one goes on from its
+last checkpoint; a cell that fails is told and does not stop the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, simmass, speed
+from contaccum.experiments.cell import run_cell
+from contaccum.experiments.datasets import DATASETS, Ready, corpus_texts, ready
+from contaccum.experiments.grid import SCALES, Cell, Experiment, Scale, with_seeds
+from contaccum.experiments.tables import markdown, rows_of, table_of
+from contaccum.provenance import provenance
+
+EXPERIMENTS: dict[str, Experiment] = {
+    module.EXPERIMENT.name: module.EXPERIMENT for module in (main_table, ablation, bank_size, speed, gradnorm, simmass, memory)
+}
+SCRATCH = {"vocabulary": 2000, "width": 32, "layers": 1, "seed": 0}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `contaccum reproduce` is asked for."""
+
+    experiment: str
+    output: Path
+    dataset: str = "harvest"
+    data: Path | None = None
+    scale: str = "small"
+    model: str | None = None  # None: bert-base-uncased; at scale tiny a small one from random weights
+    seeds: tuple[int, ...] = (0,)
+    jobs: int = 1
+    settings: tuple[tuple[str, Any], ...] = ()  # TrainConfig fields that override the scale's
+    only: tuple[str, ...] = ()  # cells whose group has one of these in its name; none: all
+
+    def check(self) -> None:
+        for name, known in (("experiment", EXPERIMENTS), ("dataset", DATASETS), ("scale", SCALES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
+        if self.jobs < 0 or not self.seeds:
+            raise ValueError(f"jobs={self.jobs} must be 0 (all in this process) or more, and there must be a seed")
+
+
+def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Run what is missing and return the results: {"rows", "table", "failed", "files"}."""
+    request.check()
+    experiment = EXPERIMENTS[request.experiment]
+    cells = planned(request)
+    folders = {cell.name: request.output / "cells" / cell.name for cell in cells}
+    waiting = [cell for cell in cells if not (folders[cell.name] / "result.json").exists()]
+    say(f"{experiment.name} ({experiment.paper}): {len(cells)} cells, {len(cells) - len(waiting)} finished before")
+    if waiting:
+        base = _base(request, any(cell.kind == "train" for cell in waiting))
+        for cell in waiting:
+            _write_spec(cell, folders[cell.name], base)
+        _run_all([(cell.name, folders[cell.name]) for cell in waiting], request.jobs, say)
+    results = [(cell, _result(folders[cell.name])) for cell in cells]
+    finished = [(cell, result) for cell, result in results if result is not None]
+    failed = [cell.name for cell, result in results if result is None]
+    for name in failed:
+        say(f"failed: {name}; the end of {folders[name] / 'cell.log'}:\n{_tail(folders[name] / 'cell.log')}")
+    return {**_write(request, experiment, finished), "failed": failed}
+
+
+def planned(request: Request) -> list[Cell]:
+    scale = SCALES[request.scale]
+    settings = dict(request.settings)
+    bank = int(settings.get("bank", DATASETS[request.dataset].bank if request.scale == "paper" else scale.bank))
+    cells = EXPERIMENTS[request.experiment].cells(scale, bank, DATASETS[request.dataset].form in ("dpr", "msmarco"))
+    chosen = [cell for cell in cells if not request.only or any(word in cell.group for word in request.only)]
+    if not chosen:
+        raise ValueError(f"--only {request.only[0]!r} names no cell; they are {'; '.join(cell.group for cell in cells)}")
+    return with_seeds(chosen, request.seeds)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What all cells of a request share."""
+
+    data: Ready | None
+    options: dict[str, Any]
+
+
+def _base(request: Request, trains: bool) -> _Base:
+    if not trains:
+        return _Base(None, {})
+    scale, folder = SCALES[request.scale], request.output / "data"
+    data = ready(request.dataset, request.data, folder, scale)
+    options: dict[str, Any] = {**scale.train, "n_total": scale.n_total, "model": _model(request, data, folder, scale)}
+    if request.scale == "paper":
+        options["epochs"] = DATASETS[request.dataset].epochs
+    if scale.rows is not None:
+        options["limit"] = scale.rows
+    return _Base(data, {**options, **dict(request.settings)})
+
+
+def _model(request: Request, data: Ready, folder: Path, scale: Scale) -> str:
+    if request.model is not None or request.scale != "tiny":
+        return request.model or "bert-base-uncased"
+    from contaccum.scratch import write_encoder
+
+    encoder = folder / "encoder"
+    if not (encoder / "config.json").exists():
+        write_encoder(corpus_texts(data, 500), encoder, max_seq_length=scale.train["max_seq_length"], **SCRATCH)
+    return str(encoder)
+
+
+def _write_spec(cell: Cell, folder: Path, base: _Base) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    train = cell.kind == "train"
+    options = {**base.options, **cell.options} if train else cell.options
+    spec = {**asdict(cell), "options": options, "data": asdict(base.data) if train and base.data else None}
+    (folder / "cell.json").write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
+
+
+def _run_all(cells: Sequence[tuple[str, Path]], jobs: int, say: Callable[[str], None]) -> None:
+    """At most `jobs` processes at once, or all in this one; a line as each ends."""
+    started = time.monotonic()
+    for ended, (name, good, seconds) in enumerate(_in_processes(cells, jobs) if jobs else _in_this_process(cells), start=1):
+        left = (time.monotonic() - started) / ended * (len(cells) - ended)
+        say(f"[{ended}/{len(cells)}] {'done' if good else 'FAILED'}: {name}, {seconds:.0f} s; about {left:.0f} s left")
+
+
+def _in_this_process(cells: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, bool, float]]:
+    for name, folder in cells:
+        begun = time.monotonic()
+        try:
+            run_cell(folder)
+        except Exception:  # told at the end, like that of a process
+            (folder / "cell.log").write_text(traceback.format_exc(), encoding="utf-8")
+        yield name, (folder / "result.json").exists(), time.monotonic() - begun
+
+
+def _in_processes(cells: Sequence[tuple[str, Path]], jobs: int) -> Iterator[tuple[str, bool, float]]:
+    waiting, running = list(cells), dict[subprocess.Popen[bytes], tuple[str, float]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                name, folder = waiting.pop(0)
+                running[_start(folder)] = (name, time.monotonic())
+            time.sleep(0.05)
+            for process in [process for process in running if process.poll() is not None]:
+                name, begun = running.pop(process)
+                yield name, process.returncode == 0, time.monotonic() - begun
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+
+
+def _start(folder: Path) -> subprocess.Popen[bytes]:
+    quiet = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    with open(folder / "cell.log", "ab") as log:
+        words = [sys.executable, "-m", "contaccum.experiments.cell", str(folder)]
+        return subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **quiet})
+
+
+def _result(folder: Path) -> dict[str, Any] | None:
+    file = folder / "result.json"
+    found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    return found
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return "\n".join(f"    {line}" for line in lines[-6:])
+
+
+def _write(request: Request, experiment: Experiment, finished: list[tuple[Cell, dict[str, Any]]]) -> dict[str, Any]:
+    """results.json, table.md and the figure of what is finished."""
+    if not finished:
+        return {"rows": [], "table": [], "files": []}
+    from contaccum.report.svg import save
+
+    rows = rows_of(finished)
+    table = table_of(rows)
+    told = {
+        "experiment": experiment.name,
+        "paper": experiment.paper,
+        "request": {**asdict(request), "output": str(request.output), "data": request.data and request.data.name},
+        "provenance": {**provenance(), "cells": sorted({str(result["provenance"]["commit"]) for _, result in finished})},
+        "rows": rows,
+    }
+    _replace(request.output / "results.json", json.dumps(told, indent=1) + "\n")
+    _replace(request.output / "table.md", markdown(table))
+    metric = DATASETS[request.dataset].headline
+    figure = experiment.draw(rows, metric)
+    files = [request.output / "results.json", request.output / "table.md", *save(figure, request.output, experiment.name)]
+    return {"rows": rows, "table": table, "files": files}
+
+
+def _replace(file: Path, text: str) -> None:
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)

@@ -1,0 +1,35 @@
+"""Figure 4: time of one update by samples per update, and by bank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from contaccum.experiments.figures import time_by
+from contaccum.experiments.grid import Cell, Experiment, Scale
+
+WAYS = ("gradaccum", "contaccum", "contaccum (mean)", "gradcache", "official contaccum")
+
+
+def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
+    queries, passages = scale.bench_tokens
+    base = {"size": scale.bench_model, "n_local": scale.n, "query_tokens": queries, "passage_tokens": passages}
+    totals = [{**base, "n_total": n_total, "bank": bank} for n_total in scale.speed_totals]
+    banks = [{**base, "n_total": scale.n_total, "bank": size} for size in scale.banks if size not in (0, bank)]
+    return [
+        Cell(
+            f"N_total = {o['n_total']}, bank = {o['bank']}",
+            {**o, "ways": WAYS},
+            {"N_total": o["n_total"], "bank": o["bank"]},
+            "speed",
+            False,
+        )
+        for o in [*totals, *banks]
+    ]
+
+
+def draw(rows: Sequence[dict[str, Any]], metric: str) -> Any:
+    return time_by(rows)
+
+
+EXPERIMENT = Experiment("speed", "figure 4", "Seconds of one update", cells, draw, headline="contaccum / gradaccum")

@@ -1,0 +1,207 @@
+"""Every experiment of the paper end to end at scale tiny, in real processes; resumed, failed and judged; figures that hold their data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contaccum.cli import app
+from contaccum.experiments.figures import mass_per_passage
+from contaccum.experiments.grid import SCALES
+from contaccum.experiments.runner import EXPERIMENTS, Request, planned, reproduce
+from contaccum.experiments.tables import markdown
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experiments")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of all seven."""
+    told = {}
+    for name in EXPERIMENTS:
+        seeds = (0, 1) if name == "simmass" else (0,)
+        told[name] = reproduce(Request(name, folder / name, scale="tiny", seeds=seeds, jobs=0), say=lambda line: None)
+    return told
+
+
+def results(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / name / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_every_experiment_ends_with_results_table_and_figure(found, folder: Path, name: str) -> None:
+    assert found[name]["failed"] == []
+    told = results(folder, name)
+    assert told["experiment"] == name
+    assert told["provenance"]["versions"]["torch"]
+    groups = list(dict.fromkeys(cell.group for cell in planned(Request(name, folder / name, scale="tiny"))))
+    assert [row["group"] for row in told["rows"]] == groups
+    assert (folder / name / "table.md").read_text() == markdown(found[name]["table"])
+    assert len((folder / name / "table.md").read_text().splitlines()) == 2 + len(groups)
+    for suffix in ("png", "svg"):
+        assert (folder / name / f"{name}.{suffix}").stat().st_size > 1000
+
+
+def test_metrics_are_those_of_the_cells_run_files(found, folder: Path) -> None:
+    from contaccum.retrieval import evaluate
+
+    for row in found["main"]["rows"]:
+        (cell,) = [c for c in planned(Request("main", folder / "main", scale="tiny")) if c.group == row["group"]]
+        run = folder / "main" / "cells" / cell.name / "run"
+        judged = evaluate(run / "test.trec", qrels=folder / "main" / "data" / "harvest", split="test", metrics=["MRR@10"])
+        assert row["mean"]["MRR@10"] == pytest.approx(judged["metrics"]["MRR@10"])
+        assert 0 < row["mean"]["MRR@10"] <= 1
+    assert len({row["mean"]["MRR@10"] for row in found["main"]["rows"]}) > 3, "all methods alike: nothing was varied"
+
+
+def line_data(figure: Any) -> dict[str, tuple[list[float], list[float]]]:
+    (axes,) = figure.axes
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    return {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in lines}
+
+
+def test_bars_are_the_means(found) -> None:
+    rows = found["main"]["rows"]
+    figure = EXPERIMENTS["main"].draw(rows, "MRR@10")
+    (axes,) = figure.axes
+    widths = [patch.get_width() for patch in axes.patches]
+    assert widths == pytest.approx([100 * row["mean"]["MRR@10"] for row in rows])
+
+
+def test_lines_of_bank_size_are_the_means(found) -> None:
+    drawn = line_data(EXPERIMENTS["bank-size"].draw(found["bank-size"]["rows"], "MRR@10"))
+    scale = SCALES["tiny"]
+    assert set(drawn) == {f"N_total = {total}" for total in scale.totals}
+    for row in found["bank-size"]["rows"]:
+        x, y = drawn[f"N_total = {row['facts']['N_total']}"]
+        assert y[x.index(row["facts"]["bank"])] == pytest.approx(100 * row["mean"]["MRR@10"])
+
+
+def test_curves_of_gradnorm_are_the_diagnostics(found, folder: Path) -> None:
+    drawn = line_data(EXPERIMENTS["gradnorm"].draw(found["gradnorm"]["rows"], ""))
+    for row in found["gradnorm"]["rows"]:
+        (cell,) = [c for c in planned(Request("gradnorm", folder, scale="tiny")) if c.group == row["group"]]
+        lines = (folder / "gradnorm" / "cells" / cell.name / "run" / "diagnostics.jsonl").read_text().splitlines()
+        ratios = [json.loads(line)["grad_norm_ratio"] for line in lines]
+        assert drawn[row["group"]][1] == pytest.approx(ratios)
+    stops = {
+        json.loads((folder / "gradnorm" / "cells" / f"query-bank-off-at-{share}-seed0" / "cell.json").read_text())["options"][
+            "query_bank_stop_share"
+        ]
+        for share in ("25", "50", "75")
+    }
+    assert stops == {0.25, 0.5, 0.75}
+
+
+def test_mass_by_age_is_per_passage_and_relative() -> None:
+    measured = [{"by_age": [{"age_updates": 0, "mass": 0.2, "passages": 4}, {"age_updates": 1, "mass": 0.2, "passages": 8}]}]
+    assert mass_per_passage(measured) == {0: 1.0, 1: 0.5}
+
+
+def test_seeds_are_averaged_and_shown(found, folder: Path) -> None:
+    row = found["simmass"]["rows"][0]
+    assert row["seeds"] == [0, 1]
+    assert len(row["diagnostics"]) == 2
+    assert all(d["sim_mass"] for d in row["diagnostics"])
+
+
+def test_memory_is_as_predicted(found) -> None:
+    for row in found["memory"]["rows"]:
+        values = row["values"]
+        assert values["vector_bytes"] == values["predicted_bytes"] == row["facts"]["bank"] * 3 * 32 * 4
+        assert values["bank_bytes"] >= values["vector_bytes"]
+
+
+def test_finished_cells_are_not_run_again(found, folder: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in (folder / "main").rglob("result.json")}
+    said: list[str] = []
+    again = reproduce(Request("main", folder / "main", scale="tiny"), say=said.append)
+    assert {file: file.stat().st_mtime_ns for file in (folder / "main").rglob("result.json")} == before
+    assert again["rows"] == found["main"]["rows"]
+    assert f"{len(before)} finished before" in said[0]
+
+
+def test_a_failed_cell_is_told_and_stops_no_other(tmp_path: Path) -> None:
+    request = Request("simmass", tmp_path, scale="tiny")
+    reproduce(request, say=lambda line: None)
+    first, second = [tmp_path / "cells" / cell.name for cell in planned(request)]
+    (first / "result.json").unlink()
+    (second / "result.json").unlink()
+    (first / "run" / "summary.json").unlink()
+    (first / "run" / "config.yaml").write_text("lr: nonsense\n")
+    said: list[str] = []
+    found = reproduce(request, say=said.append)
+    assert found["failed"] == [first.name]
+    assert [row["group"] for row in found["rows"]] == ["contaccum mean"]
+    assert any("nonsense" in line for line in said)
+
+
+def test_a_killed_grid_goes_on(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "contaccum", "reproduce", "simmass", "--scale", "tiny", "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    first = tmp_path / "out" / "cells" / "contaccum-seed0" / "result.json"
+    until = time.monotonic() + 120
+    while not first.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    stamp = first.stat().st_mtime_ns
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert first.stat().st_mtime_ns == stamp
+    assert len(results(tmp_path, "out")["rows"]) == 2
+
+
+def test_dry_run_tells_cells_and_time_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["reproduce", "main", "--scale", "tiny", "--dry-run", "--output", str(tmp_path / "out")], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    cells = planned(Request("main", tmp_path, scale="tiny"))
+    assert [line.split(":")[0] for line in lines[:-1]] == [cell.name for cell in cells]
+    assert lines[-1].startswith(f"{len(cells)} cells, about ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dataset", ["acl", "squad-wiki"])
+def test_other_data_sets(dataset: str, tmp_path: Path) -> None:
+    if not (SHARED / "data" / dataset).exists():
+        pytest.skip(f"the data set {dataset} is not here")
+    data = SHARED / "data" / dataset
+    request = Request("ablation", tmp_path, dataset, data, "tiny", jobs=0, only=("no past encoder",))
+    found = reproduce(request, say=lambda line: None)
+    assert found["failed"] == []
+    numbers = {row["facts"]["hard negatives"] for row in found["rows"]}
+    assert numbers == ({0, 1} if dataset == "squad-wiki" else {0})
+    assert all(metric.startswith("Top@") for metric in found["rows"][0]["mean"]) == (dataset == "squad-wiki")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "experiment 'nothing' is unknown"),
+        (["main", "--dataset", "x"], "dataset 'x' is unknown"),
+        (["main", "--scale", "x"], "scale 'x' is unknown"),
+        (["main", "--seeds", "a"], "--seeds 'a' must be"),
+        (["main", "--set", "lr"], "--set 'lr' must be NAME=VALUE"),
+        (["main", "--set", "lr=fast"], "lr='fast' is not"),
+        (["main", "--set", "method=dpr"], "--set method is the experiment's own"),
+        (["main", "--dataset", "acl"], "acl needs --data"),
+        (["main", "--only", "nobody"], "--only 'nobody' names no cell"),
+    ],
+)
+def test_mistakes_are_named(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        app(["reproduce", *words, "--output", str(tmp_path / "out")], standalone_mode=False)
+    assert not (tmp_path / "out" / "cells").exists()
