@@ -16,7 +16,7 @@ from conftest import rows
 from contaccum import ContAccumLoss, ContAccumTrainer, DualBankInfoNCE
 from contaccum.config import TrainConfig
 from contaccum.dev import dev_evaluator
-from contaccum.diagnostics import Diagnostics, Scores, sim_mass
+from contaccum.diagnostics import Diagnostics, Scores, bank_shift, sim_mass
 from contaccum.logfile import read_log
 from contaccum.train import train
 from test_train import options
@@ -109,6 +109,23 @@ def test_a_run_tells_time_memory_mass_and_drift(jsonl, model_folder, tmp_path) -
         assert line["memory"]["bank_bytes"] >= line["memory"]["bank_predicted_bytes"]
     assert [entry["age_updates"] for entry in timed[-1]["drift"]] == [0, 1, 2]
     assert timed[-1]["drift"][-1]["passage_cosine"] < 1
+
+
+def test_the_banks_shift_is_a_distance_of_means_over_the_spread() -> None:
+    torch.manual_seed(0)
+    plain, corrected = DualBankInfoNCE(bank_size=64), DualBankInfoNCE(bank_size=64, drift_correction="mean")
+    for step in range(16):
+        for criterion in (plain, corrected):
+            assert (bank_shift(criterion.bank) is None) == (step * 8 < 64)
+            moving = torch.full((8, 5), float(step))  # the mean moves by sqrt(5) a micro-step
+            criterion(torch.randn(8, 5, requires_grad=True) + moving, torch.randn(8, 5) + moving)
+            criterion.after_update()
+    held = plain.bank.passages[:, 0]
+    spread = ((held - held.mean(0)) ** 2).sum(1).mean() ** 0.5
+    by_hand = (held[-16:].mean(0) - held[:16].mean(0)).norm() / spread
+    assert bank_shift(plain.bank)["passage"] == pytest.approx(float(by_hand), rel=1e-5)
+    assert bank_shift(plain.bank)["passage"] > 1.5
+    assert bank_shift(corrected.bank)["passage"] < 0.8
 
 
 def test_without_learning_nothing_drifts(tiny_encoder, tmp_path) -> None:
