@@ -12,10 +12,12 @@ from contaccum.methods import METHODS, get_method
 from contaccum.sizes import parse_bytes
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+AUTO = 0  # n_local before it is planned
 
 
-def option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+def option(default: Any, text: str, accepts: str | None = None) -> Any:
+    """A field with its help; `accepts`: a word that may be given in place of a number."""
+    return field(default=default, metadata={"help": text, "accepts": accepts})
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class TrainConfig:
     max_seq_length: int = option(256, "tokens per text")
     method: str = option("contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
     n_total: int = option(128, "samples per update, over all processes")
-    n_local: int = option(8, "samples whose activations fit in memory at once, per process")
+    n_local: int = option(8, "samples whose activations fit in memory at once, per process; auto: what fits in --memory", accepts="auto")
     whole_updates: bool = option(False, "encode n_total at once, micro-losses on slices: the same gradients, faster, for large memories")
     bank: int = option(2048, "tuples in the bank")
     query_bank: int | None = option(None, "queries in the bank, where fewer")
@@ -121,6 +123,10 @@ def _coerce(name: str, value: Any, kind: str) -> Any:
     """YAML reads 2e-5 as a text and 40 as a whole number; everything else must have its type."""
     if value is None and "None" in kind:
         return None
+    if name == "n_local" and value == "auto":
+        return AUTO
+    if name == "n_local" and str(value) == "0":
+        raise ValueError("n_local=0 must be at least 1, or auto")
     base = kind.replace(" | None", "")
     try:
         if base == "float" and not isinstance(value, bool):

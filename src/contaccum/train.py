@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,15 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set
 from transformers.utils.logging import disable_progress_bar
 
 from contaccum.budget import limit_memory, peak_bytes
-from contaccum.config import TrainConfig, load_config
+from contaccum.config import AUTO, TrainConfig, load_config
 from contaccum.data.training import has_negatives, load_training_set, negative_columns, with_hard_negatives
 from contaccum.dev import DevLog, check_metric, dev_evaluator, metric_key
 from contaccum.diagnostics import Diagnostics
 from contaccum.errors import CheckpointError
+from contaccum.halving import HalvingTrainer
 from contaccum.losses import ContAccumLoss
 from contaccum.methods import Batches, build_loss, cut, get_method
+from contaccum.plan import planned
 from contaccum.provenance import provenance
 from contaccum.runlog import EpochOf, Progress, RunLog
 from contaccum.sizes import parse_bytes
@@ -44,15 +46,22 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     run = Path(config.output)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     main = int(os.environ.get("RANK", "0")) == 0
+    auto = config.n_local == AUTO
+    if auto and resume:
+        config = _as_planned_before(run, config)
     checkpoint = _checkpoint_to_resume(run, config) if resume else None
     if not resume and main:
         _refuse_used_folder(run)
     method = get_method(config.method)
-    batches = cut(method, config.n_total, config.n_local, processes, config.whole_updates)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
         print(f"note: {cannot}")
 
     dataset, draw, columns = _data(config, main)
+    if config.n_local == AUTO:
+        config = planned(config, len(columns), processes)
+        if main:
+            print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
+    batches = cut(method, config.n_total, config.n_local, processes, config.whole_updates)
     if method.bank and config.bank > len(dataset):
         raise ValueError(f"bank={config.bank} is larger than the training set of {len(dataset)} rows; use at most that many")
     if batches.per_process * processes > len(dataset):
@@ -90,7 +99,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
     )
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
-    trainer = ContAccumTrainer(
+    trainer = (HalvingTrainer if auto and not method.whole else ContAccumTrainer)(
         model=model,
         args=_arguments(config, batches, processes, len(dataset), columns),
         train_dataset=dataset,
@@ -117,6 +126,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         "peak_bytes": peak_bytes(),
         "bank_bytes": loss.criterion.bank.nbytes,
         "resumed_at_update": first_update or None,
+        "halvings": getattr(trainer, "halvings", 0),
         "dev_best": trainer.state.best_metric,
         "dev_best_update": trainer.state.best_global_step,
     }
@@ -141,6 +151,14 @@ def _checkpoint_to_resume(run: Path, config: TrainConfig) -> Path | None:
         return last_complete_checkpoint(run / "checkpoints")
     except CheckpointError:
         return None
+
+
+def _as_planned_before(run: Path, config: TrainConfig) -> TrainConfig:
+    """What `n_local=auto` was when the run began."""
+    if not (run / "config.yaml").exists():
+        return config
+    stored = load_config(run / "config.yaml", {})
+    return replace(config, n_local=stored.n_local, gradient_checkpointing=stored.gradient_checkpointing)
 
 
 def _refuse_used_folder(run: Path) -> None:
@@ -171,8 +189,8 @@ def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog,
     if draw is not None:
         watching.append(EpochOf(draw))
     if config.diagnose_every:
-        diagnostics = Diagnostics(run / "diagnostics.jsonl", loss, config.diagnose_every, drift_every=config.drift_every, writes=main)
-        watching.append(diagnostics)
+        every, mass_every = config.diagnose_every, 5 * config.diagnose_every
+        watching.append(Diagnostics(run / "diagnostics.jsonl", loss, every, mass_every, config.drift_every, writes=main))
     if config.dev is not None:
         watching.append(DevLog(run / "dev.jsonl", config.similarity, config.dev_metric, writes=main))
     return watching

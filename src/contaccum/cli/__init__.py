@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
-from contaccum.cli import bench, data, report, reproduce, retrieval, training
+from contaccum.cli import bench, data, plan, report, reproduce, retrieval, training
 from contaccum.cli.base import app
 from contaccum.errors import CheckpointError
 
-__all__ = ["app", "bench", "data", "main", "report", "reproduce", "retrieval", "training"]
+__all__ = ["app", "bench", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def options_of(config: Any) -> Callable[[Callable[..., None]], Callable[..., Non
                 inspect.Parameter.KEYWORD_ONLY,
                 default=None,
                 annotation=Annotated[
-                    Optional[kinds[str(field.type).replace(" | None", "")]],  # noqa: UP045  (typer reads Optional)
+                    Optional[str if field.metadata.get("accepts") else kinds[str(field.type).replace(" | None", "")]],  # noqa: UP045  (typer reads Optional)
                     typer.Option(help=field.metadata["help"] + _default(field.default), show_default=False),
                 ],
             )

@@ -10,6 +10,7 @@ Each miner gives one list of texts per row of the training set, in its order, as
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -96,7 +97,8 @@ def mine_bm25(
     check_numbers(per_query, depth)
     choose = Chooser(dataset, per_query, match)
     texts = (text for rows in passages.iter(batch_size=1000) for text in rows["text"])
-    index = Bm25(tqdm(texts, desc="indexing", total=len(passages), unit="passage", dynamic_ncols=True, disable=None), stopwords, show_progress=True)
+    shown = tqdm(texts, desc="indexing", total=len(passages), unit="passage", dynamic_ncols=True, disable=None)
+    index = Bm25(shown, stopwords, show_progress=sys.stderr.isatty())
     return _from_index(dataset, passages, index, choose, depth)
 
 

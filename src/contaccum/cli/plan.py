@@ -1,0 +1,104 @@
+"""`plan`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from contaccum.cli.base import app
+from contaccum.config import TrainConfig
+
+if TYPE_CHECKING:
+    from contaccum.plan import Plan
+
+
+@app.command("plan")
+def plan(
+    memory: Annotated[str, typer.Option(help="memory of the GPU that PyTorch may take, as 11GB or 10.5GiB")],
+    model: Annotated[str, typer.Option(help="hub name or model folder; only its configuration is read")] = TrainConfig.model,
+    passage_model: Annotated[Optional[str], typer.Option(help="the passage tower's, where it is another")] = None,  # noqa: UP045
+    n_total: Annotated[int, typer.Option(help="samples per update")] = TrainConfig.n_total,
+    n_local: Annotated[Optional[int], typer.Option(help="judge this micro-batch instead of looking for the largest")] = None,  # noqa: UP045
+    seq: Annotated[int, typer.Option(help="tokens of the longest passage")] = TrainConfig.max_seq_length,
+    query_seq: Annotated[Optional[int], typer.Option(help="tokens of the longest query (default: as --seq)")] = None,  # noqa: UP045
+    method: Annotated[str, typer.Option(help="as in train")] = TrainConfig.method,
+    hard_negatives: Annotated[int, typer.Option(help="hard negatives per query")] = 1,
+    bank: Annotated[int, typer.Option(help="tuples in the bank")] = TrainConfig.bank,
+    query_bank: Annotated[Optional[int], typer.Option(help="queries in the bank, where fewer")] = None,  # noqa: UP045
+    bank_dtype: Annotated[Optional[str], typer.Option(help="precision of the bank: float32 or bfloat16")] = None,  # noqa: UP045
+    drift_correction: Annotated[Optional[str], typer.Option(help="mean, or left out")] = None,  # noqa: UP045
+    similarity: Annotated[str, typer.Option(help="dot or cosine")] = TrainConfig.similarity,
+    pooling: Annotated[str, typer.Option(help="cls, mean or lasttoken")] = TrainConfig.pooling,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 (autocast)")] = TrainConfig.precision,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="recompute activations in the backward pass")
+    ] = False,
+    tied: Annotated[bool, typer.Option("--tied", help="one tower for queries and passages")] = False,
+    verify: Annotated[bool, typer.Option(help="where there is a GPU: run real updates in that memory")] = True,
+    json_: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+) -> None:
+    """Find the largest micro-batch that fits in a memory, without a GPU: parameters, optimizer, activations, bank and allocator predicted.
+
+    Example: contaccum plan --model bert-base-uncased --memory 11GB --n-total 128
+
+    Example: contaccum plan --model runs/first/model --memory 24GB --n-total 512 --seq 512 --precision bf16
+    """
+    from contaccum.plan import plan as run_plan
+
+    config = TrainConfig(
+        model=model,
+        passage_model=passage_model,
+        memory=memory,
+        n_total=n_total,
+        max_seq_length=seq,
+        method=method,
+        hard_negatives=hard_negatives,
+        bank=bank,
+        query_bank=query_bank,
+        bank_dtype=bank_dtype,
+        drift_correction=drift_correction,
+        similarity=similarity,
+        pooling=pooling,
+        precision=precision,
+        gradient_checkpointing=gradient_checkpointing,
+        tied=tied,
+    )
+    found = run_plan(config, query_seq, n_local=n_local, verify=verify)
+    print(json.dumps(found.as_dict()) if json_ else text(found))
+
+
+def text(plan: Plan) -> str:
+    """For people."""
+    from contaccum.plan import MARGIN, gigabytes
+
+    config, prediction = plan.config, plan.prediction
+    checkpointing = "gradient checkpointing" if config.gradient_checkpointing else "no gradient checkpointing"
+    bank = f"bank = {plan.bank:,} ({prediction.bank_bytes / 1e6:.0f} MB)" if plan.bank else "no bank"
+    lines = [
+        f"{config.method}: n = {config.n_local}, K = {plan.micro_batches}, {bank}, {config.precision}, {checkpointing}",
+        f"expected peak {gigabytes(prediction.peak_bytes)} of {gigabytes(plan.memory_bytes)}, {MARGIN:.0%} of which are kept free:",
+    ]
+    parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
+    lines += [f"  {kind:<12} {gigabytes(size):>10}" for kind, size in parts if size >= 5e6]
+    lines += [
+        f"  {'unused':<12} {gigabytes(prediction.peak_bytes - prediction.allocated_bytes):>10}   held by the allocator in larger pieces"
+    ]
+    if plan.more:
+        lines += ["what would allow a larger n:"]
+        lines += [f"  {a.options:<42} n = {a.n_local:<5} {gigabytes(a.peak_bytes):>9}   {a.price}" for a in plan.more]
+    lines += [_speed(plan)]
+    return "\n".join(lines)
+
+
+def _speed(plan: Plan) -> str:
+    from contaccum.plan import gigabytes
+
+    if plan.measured is None:
+        return "speed is not predicted; the peak has not been measured here"
+    measured = plan.measured
+    return (
+        f"measured with n = {measured.n_local}: peak {gigabytes(measured.peak_bytes)}, "
+        f"{measured.samples_per_second:.0f} samples/s over a few updates, start included"
+    )

@@ -1,0 +1,232 @@
+"""`plan`: the largest micro-batch that fits in a memory, and what would let a larger one fit. Needs no GPU, no weights and little time.
+
+1. `Predictor` predicts the peak of a configuration (see `contaccum.plan.update` for what is counted).
+2. Micro-batch sizes are the divisors of an update; the largest whose peak leaves `MARGIN` of the memory free is taken.
+3. Where not even one sample fits, gradient checkpointing is switched on.
+4. The same is asked of half precision, checkpointing and one tower for both, to say what they would buy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from contaccum.budget import device_bytes
+from contaccum.config import TrainConfig
+from contaccum.methods import cut, get_method
+from contaccum.plan.predict import Prediction, Predictor, check
+from contaccum.sizes import parse_bytes
+
+MARGIN = 0.05  # of the memory, left free
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A configuration and the peak predicted for it."""
+
+    config: TrainConfig
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A change of options and what it would allow."""
+
+    options: str
+    n_local: int
+    peak_bytes: int
+    price: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What real updates took on this machine's GPU."""
+
+    n_local: int
+    peak_bytes: int  # reserved
+    allocated_bytes: int
+    samples_per_second: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: TrainConfig  # resolved: n_local and gradient_checkpointing are those planned
+    memory_bytes: int
+    prediction: Prediction
+    more: list[Alternative] = field(default_factory=list)
+    measured: Measured | None = None
+
+    @property
+    def micro_batches(self) -> int:
+        """K: micro-batches, or GradCache's mini-batches, that make one update."""
+        return 1 if get_method(self.config.method).whole else self.config.n_total // self.config.n_local
+
+    @property
+    def bank(self) -> int:
+        return self.config.bank if get_method(self.config.method).bank else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("model", "method", "n_total", "n_local", "hard_negatives", "max_seq_length", "precision", "gradient_checkpointing", "tied")
+        return {
+            **{name: getattr(self.config, name) for name in names},
+            "micro_batches": self.micro_batches,
+            "bank": self.bank,
+            "memory_bytes": self.memory_bytes,
+            "margin": MARGIN,
+            **vars(self.prediction),
+            "more": [vars(alternative) for alternative in self.more],
+            "measured": None if self.measured is None else vars(self.measured),
+        }
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Answers questions about one model, memory and cut of updates."""
+
+    predictor: Predictor
+    memory_bytes: int
+    query_tokens: int | None = None
+    processes: int = 1
+    apart: bool = False
+
+    @property
+    def room(self) -> int:
+        return int(self.memory_bytes * (1 - MARGIN))
+
+    def predict(self, config: TrainConfig) -> Fit:
+        return Fit(config, self.predictor.predict(config, self.query_tokens, self.processes, self.apart))
+
+    def sizes(self, config: TrainConfig) -> list[int]:
+        """Micro-batch sizes to choose from, smallest first."""
+        share = config.n_total // self.processes
+        if get_method(config.method).whole:
+            return [share]
+        return [n for n in range(1, share + 1) if share % n == 0]
+
+    def largest(self, config: TrainConfig) -> Fit | None:
+        """The largest size that fits, or None. Peaks grow with the size, so sizes are bisected."""
+        sizes = self.sizes(config)
+        found, low, high = None, 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            fit = self.predict(replace(config, n_local=sizes[middle]))
+            if fit.prediction.peak_bytes <= self.room:
+                found, low = fit, middle + 1
+            else:
+                high = middle
+        return found
+
+
+def plan(
+    config: TrainConfig,
+    query_tokens: int | None = None,
+    n_local: int | None = None,
+    processes: int = 1,
+    apart: bool = False,
+    alternatives: bool = True,
+    verify: bool = False,
+) -> Plan:
+    """The plan for `config.memory`; ValueError if nothing fits.
+
+    Args:
+        config: what is to be trained. `n_local` is not looked at, and `gradient_checkpointing` switched on where nothing fits without.
+        query_tokens: longest query, where shorter than `config.max_seq_length`.
+        n_local: judge this micro-batch size alone.
+        apart: for `HalvingTrainer`, which keeps each micro-step's gradients apart until it has succeeded.
+        alternatives: also look for what would allow a larger micro-batch.
+        verify: where there is a CUDA device, run real updates and take the largest micro-batch size that they allow.
+    """
+    if config.memory is None:
+        raise ValueError("no memory to plan for: give --memory, as 11GB")
+    check(config, query_tokens)
+    method = get_method(config.method)
+    cut(method, config.n_total, max(1, config.n_total // processes) if n_local is None else n_local, processes)
+    planner = Planner(Predictor(config), parse_bytes(config.memory), query_tokens, processes, apart)
+    fit = _best(planner, config) if n_local is None else _given(planner, replace(config, n_local=n_local))
+    result = Plan(fit.config, planner.memory_bytes, fit.prediction)
+    if verify and torch.cuda.is_available():
+        from contaccum.plan.measure import verified
+
+        result = verified(result, planner, fixed=n_local is not None)
+    if alternatives and not method.whole and result.config.n_local < planner.sizes(result.config)[-1]:
+        result = replace(result, more=list(_alternatives(planner, result.config)))
+    return result
+
+
+def planned(config: TrainConfig, hard_negatives: int, processes: int = 1) -> TrainConfig:
+    """`config` with `n_local`, and gradient checkpointing where it is needed, as planned for `--n-local auto`."""
+    if config.whole_updates:
+        raise ValueError("n_local=auto fits micro-batches into the memory, but whole_updates encodes n_total at once; use one of them")
+    if config.memory is None and torch.cuda.is_available():
+        config = replace(config, memory=f"{device_bytes()}B")
+    if config.memory is None:
+        raise ValueError("n_local=auto needs a memory to fill: give --memory, as 11GB")
+    found = plan(replace(config, hard_negatives=hard_negatives), processes=processes, apart=processes == 1, alternatives=False)
+    return replace(config, n_local=found.config.n_local, gradient_checkpointing=found.config.gradient_checkpointing)
+
+
+def _best(planner: Planner, config: TrainConfig) -> Fit:
+    found = planner.largest(config)
+    if found is None and not config.gradient_checkpointing and planner.predictor.can_checkpoint:
+        found = planner.largest(replace(config, gradient_checkpointing=True))
+    if found is None:
+        raise ValueError(_nothing_fits(planner, config))
+    return found
+
+
+def _given(planner: Planner, config: TrainConfig) -> Fit:
+    fit = planner.predict(config)
+    if fit.prediction.peak_bytes > planner.room:
+        best = planner.largest(config)
+        remedy = f"n_local={best.config.n_local} fits" if best else "no n_local fits; try --gradient-checkpointing or --precision bf16"
+        raise ValueError(f"n_local={config.n_local} needs {gigabytes(fit.prediction.peak_bytes)}, {_room(planner)}; {remedy}")
+    return fit
+
+
+def _nothing_fits(planner: Planner, config: TrainConfig) -> str:
+    smallest = replace(config, n_local=planner.sizes(config)[0], gradient_checkpointing=planner.predictor.can_checkpoint)
+    needed = planner.predict(smallest).prediction.peak_bytes
+    checkpointing = " and gradient checkpointing" if smallest.gradient_checkpointing else ""
+    what = f"{config.method} with n_local={smallest.n_local}, {config.max_seq_length} tokens, {config.precision}{checkpointing}"
+    fitting = [options for options, changed, _ in _changes(planner, smallest) if planner.largest(changed) is not None]
+    remedy = f"{fitting[0]} would fit" if fitting else "use a smaller model, a shorter --seq or more memory"
+    if get_method(config.method).whole:
+        remedy = "use gradaccum or contaccum, whose micro-batches can be smaller"
+    return f"memory {config.memory} is too small: {what} needs {gigabytes(needed)}, {_room(planner)}; {remedy}"
+
+
+def _alternatives(planner: Planner, config: TrainConfig) -> Iterator[Alternative]:
+    """Changes that allow a larger micro-batch than `config.n_local`; two at once only where that allows more than each alone."""
+    reached = config.n_local
+    for options, changed, price in _changes(planner, config):
+        if options.count("--") > 1 and reached == planner.sizes(config)[-1]:
+            continue
+        found = planner.largest(changed)
+        if found is None or found.config.n_local <= (reached if options.count("--") > 1 else config.n_local):
+            continue
+        reached = max(reached, found.config.n_local)
+        yield Alternative(options, found.config.n_local, found.prediction.peak_bytes, price)
+
+
+def _changes(planner: Planner, config: TrainConfig) -> Iterator[tuple[str, TrainConfig, str]]:
+    half = replace(config, precision="bf16")
+    recompute = "one more forward pass"
+    if config.precision == "fp32":
+        yield "--precision bf16", half, "half precision"
+    if not config.gradient_checkpointing and planner.predictor.can_checkpoint:
+        yield "--gradient-checkpointing", replace(config, gradient_checkpointing=True), recompute
+        if config.precision == "fp32":
+            yield "--precision bf16 --gradient-checkpointing", replace(half, gradient_checkpointing=True), f"half precision; {recompute}"
+    if not config.tied and config.passage_model is None:
+        yield "--tied", replace(config, tied=True), "one tower for queries and passages: another model"
+
+
+def _room(planner: Planner) -> str:
+    return f"more than {1 - MARGIN:.0%} of {gigabytes(planner.memory_bytes)}"
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
