@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
-from sentence_transformers import SentenceTransformerTrainingArguments
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
@@ -52,7 +53,6 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     checkpoint = _checkpoint_to_resume(run, config) if resume else None
     if not resume and main:
         _refuse_used_folder(run)
-    method = get_method(config.method)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
         print(f"note: {cannot}")
 
@@ -61,18 +61,54 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         config = planned(config, len(columns), processes)
         if main:
             print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
-    batches = cut(method, config.n_total, config.n_local, processes, config.whole_updates)
-    if method.bank and config.bank > len(dataset):
-        raise ValueError(f"bank={config.bank} is larger than the training set of {len(dataset)} rows; use at most that many")
-    if batches.per_process * processes > len(dataset):
-        raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {len(dataset)} rows")
-    dev = None
-    if config.dev is not None:
-        check_metric(config.dev_metric)
-        dev = dev_evaluator(config.dev, config.dev_split, config.dev_passages, config.seed)
+    batches = _batches(config, len(dataset), processes)
+    dev = _dev(config)
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
-    model = dual_encoder(
+    model = _towers(config)
+    loss = _loss(config, model, batches, processes)
+    log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
+    trainer = (HalvingTrainer if auto and not get_method(config.method).whole else ContAccumTrainer)(
+        model=model,
+        args=_arguments(config, batches, processes, len(dataset), columns),
+        train_dataset=dataset,
+        loss=loss,
+        evaluator=dev,
+        callbacks=_callbacks(config, run, loss, log, draw, main),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    if main:
+        _claim(run, config)
+    updates_before = _updates_before(checkpoint)  # which training may delete
+    started = time.perf_counter()
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    summary = _summary(config, trainer, loss, log, time.perf_counter() - started, updates_before)
+    if main:
+        _finish(run, model, summary)
+    return summary
+
+
+def _batches(config: TrainConfig, rows: int, processes: int) -> Batches:
+    """How an update is cut up; ValueError where the data is too small for it or for the bank."""
+    method = get_method(config.method)
+    batches = cut(method, config.n_total, config.n_local, processes, config.whole_updates)
+    if method.bank and config.bank > rows:
+        raise ValueError(f"bank={config.bank} is larger than the training set of {rows} rows; use at most that many")
+    if batches.per_process * processes > rows:
+        raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {rows} rows")
+    return batches
+
+
+def _dev(config: TrainConfig) -> InformationRetrievalEvaluator | None:
+    if config.dev is None:
+        return None
+    check_metric(config.dev_metric)
+    return dev_evaluator(config.dev, config.dev_split, config.dev_passages, config.seed)
+
+
+def _towers(config: TrainConfig) -> SentenceTransformer:
+    return dual_encoder(
         config.model,
         config.passage_model,
         tied=config.tied,
@@ -81,8 +117,11 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         max_seq_length=config.max_seq_length,
         tokenizer=config.tokenizer,
     )
-    loss = build_loss(
-        method,
+
+
+def _loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, processes: int) -> ContAccumLoss:
+    return build_loss(
+        get_method(config.method),
         model,
         batches,
         config.bank,
@@ -98,41 +137,30 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         drift_correction=config.drift_correction,
         bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
     )
-    log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
-    trainer = (HalvingTrainer if auto and not method.whole else ContAccumTrainer)(
-        model=model,
-        args=_arguments(config, batches, processes, len(dataset), columns),
-        train_dataset=dataset,
-        loss=loss,
-        evaluator=dev,
-        callbacks=_callbacks(config, run, loss, log, draw, main),
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    if main:
-        _claim(run, config)
-    started = time.perf_counter()
-    first_update = 0 if checkpoint is None else json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    seconds = time.perf_counter() - started
+
+
+def _updates_before(checkpoint: Path | None) -> int:
+    return 0 if checkpoint is None else int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+
+
+def _summary(
+    config: TrainConfig, trainer: ContAccumTrainer, loss: ContAccumLoss, log: RunLog, seconds: float, updates_before: int
+) -> dict[str, Any]:
     updates = trainer.state.global_step
-    summary = {
+    return {
         "method": config.method,
         "updates": updates,
-        "samples_per_second": (updates - first_update) * config.n_total / seconds,
+        "samples_per_second": (updates - updates_before) * config.n_total / seconds,
         "seconds": seconds,
         "final_loss": log.last.get("loss"),
         "negatives_per_query": log.last.get("negatives_per_query"),
         "peak_bytes": peak_bytes(),
         "bank_bytes": loss.criterion.bank.nbytes,
-        "resumed_at_update": first_update or None,
+        "resumed_at_update": updates_before or None,
         "halvings": getattr(trainer, "halvings", 0),
         "dev_best": trainer.state.best_metric,
         "dev_best_update": trainer.state.best_global_step,
     }
-    if main:
-        _finish(run, model, summary)
-    return summary
 
 
 def _checkpoint_to_resume(run: Path, config: TrainConfig) -> Path | None:
