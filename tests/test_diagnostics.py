@@ -16,7 +16,7 @@ from conftest import rows
 from contaccum import ContAccumLoss, ContAccumTrainer, DualBankInfoNCE
 from contaccum.config import TrainConfig
 from contaccum.dev import dev_evaluator
-from contaccum.diagnostics import Diagnostics, Scores, bank_shift, sim_mass
+from contaccum.diagnostics import Diagnostics, Scores, bank_shift, sim_mass, troubles
 from contaccum.logfile import read_log
 from contaccum.train import train
 from test_train import options
@@ -126,6 +126,25 @@ def test_the_banks_shift_is_a_distance_of_means_over_the_spread() -> None:
     assert bank_shift(plain.bank)["passage"] == pytest.approx(float(by_hand), rel=1e-5)
     assert bank_shift(plain.bank)["passage"] > 1.5
     assert bank_shift(corrected.bank)["passage"] < 0.8
+
+
+def test_troubles_are_named_with_their_remedy() -> None:
+    calm = {"bank_shift": {"query": 0.1, "passage": 0.2}, "grad_norm_ratio": 1.3}
+    assert list(troubles([calm] * 3)) == []
+    assert list(troubles([{"grad_norm_ratio": None, "bank_shift": None}])) == []
+    ((kind, text),) = troubles([calm, calm | {"bank_shift": {"query": 0.5, "passage": 2.04}}])
+    assert (kind, "shifted by 2.0 of their spread" in text, 'drift_correction="mean"' in text) == ("shift", True, True)
+    ((kind, text),) = troubles([calm, calm | {"grad_norm_ratio": 12.0}, calm | {"grad_norm_ratio": 31.0}])
+    assert (kind, "12 times" in text) == ("ratio", True)
+
+
+def test_a_bank_that_drifts_is_warned_of_once(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder(dropout=0.0)
+    loss = ContAccumLoss(model, bank_size=8, scale=100.0)
+    diagnostics = Diagnostics(tmp_path / "d.jsonl", loss, every=1)
+    with pytest.warns(UserWarning, match="have shifted by") as told:
+        trained(model, tmp_path / "run", loss=loss, callbacks=[diagnostics], learning_rate=0.1, num_train_epochs=4)
+    assert len([w for w in told if "have shifted by" in str(w.message)]) == 1
 
 
 def test_without_learning_nothing_drifts(tiny_encoder, tmp_path) -> None:

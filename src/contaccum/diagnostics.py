@@ -12,7 +12,8 @@ Nothing here changes the training: no random number is drawn, and values of 1 st
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from contaccum.losses import ContAccumLoss
 from contaccum.probe import BankProbe
 from contaccum.stopwatch import Stopwatch
 
+HURTFUL_SHIFT = 1.0  # of `bank_shift`: 2.5 in the quickstart's collapsing run, 0.1 in the corrected one
+HURTFUL_RATIO = 10.0  # of gradient norms, either way: the paper saw 30 with one bank; the quickstart's stay between 1 and 2.5
 PHASES = ("forward", "loss", "backward", "update")
 
 
@@ -57,6 +60,7 @@ class Diagnostics(TrainerCallback):
         self.scores: Scores | None = None
         self.watch = Stopwatch()
         self.samples, self.since = 0, time.perf_counter()
+        self.warned: set[str] = set()
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.update % every == 0
@@ -110,6 +114,14 @@ class Diagnostics(TrainerCallback):
         lines, self.waiting = [self._resolved(line) for line in self.waiting], []
         if self.writes:
             append_lines(self.file, lines)
+            self._warn(lines)
+
+    def _warn(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Once a run for each trouble that these lines show."""
+        for kind, text in troubles(lines):
+            if kind not in self.warned:
+                self.warned.add(kind)
+                warnings.warn(text, stacklevel=2)
 
     def _resolved(self, line: dict[str, Any]) -> dict[str, Any]:
         """The line with tensors and clocks read."""
@@ -122,6 +134,19 @@ class Diagnostics(TrainerCallback):
             told["samples_per_second"] = self.samples / (time.perf_counter() - self.since)
             self.samples, self.since = 0, time.perf_counter()
         return told | line
+
+
+def troubles(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(kind, a sentence that names the value and the remedy) for what will hurt the training."""
+    shifts = [max(line["bank_shift"].values()) for line in lines if line.get("bank_shift")]
+    if shifts and shifts[-1] > HURTFUL_SHIFT:
+        remedy = 'use drift_correction="mean", a smaller bank or a lower learning rate'
+        yield "shift", f"the bank's vectors have shifted by {shifts[-1]:.1f} of their spread since they were stored; {remedy}"
+    ratios = sorted(line["grad_norm_ratio"] for line in lines if line.get("grad_norm_ratio"))
+    middle = ratios[len(ratios) // 2] if ratios else 1.0
+    if not 1 / HURTFUL_RATIO < middle < HURTFUL_RATIO:
+        remedy = "keep as many queries as passages in the bank, or lower the learning rate"
+        yield "ratio", f"the passage tower's gradient is {middle:.2g} times the query tower's; {remedy}"
 
 
 # 1. Gradient norms ---------------------------------------------------------------------------------------------------------
