@@ -55,6 +55,9 @@ class DualBankInfoNCE(nn.Module):
         drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time (see
             `contaccum.drift`), which lets a bank help where weights move fast. Costs O(bank_size^2) per micro-step: for banks of up to a
             few thousand. None: read them as they were stored.
+        zero_sum: take the mean off the current passages' gradients. Over a whole batch a query's gradients on the passages sum to zero, and
+            nothing pushes them all the same way; here the banked ones' share has nowhere to go, and what is left over does (see
+            `contaccum.drift`).
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
@@ -73,6 +76,7 @@ class DualBankInfoNCE(nn.Module):
         mask_duplicates: bool = True,
         reduction: str = "paper",
         drift_correction: str | None = None,
+        zero_sum: bool = False,
         start_update: int = 0,
         query_bank_stop_update: int | None = None,
         bank_dtype: torch.dtype | None = None,
@@ -92,6 +96,7 @@ class DualBankInfoNCE(nn.Module):
         self.cache_hard_negatives = cache_hard_negatives
         self.mask_duplicates = mask_duplicates
         self.reduction = reduction
+        self.zero_sum = zero_sum
         self.start_update = _update("start_update", start_update)
         self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
         self.drift_correction = drift_correction
@@ -130,6 +135,8 @@ class DualBankInfoNCE(nn.Module):
         self.bank.prepare(rows, banked)
         past = self.bank.past(rows, banked)
         loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.reduction)
+        if self.zero_sum:
+            gradients.passages.sub_(gradients.passages.mean((0, 1)))
         self._notify(MicroStep(rows, columns, past, blocks, loss, None if past is None else self.bank.ages_by_slot))
         self.bank.push(rows, banked, past, blocks)
         return loss, gradients
@@ -185,7 +192,8 @@ class DualBankInfoNCE(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"bank_size={self.bank.size}, query_bank_size={self.bank.query_size}, scale={self.scale}, similarity={self.similarity!r}, "
-            f"reduction={self.reduction!r}, past_encoder={self.past_encoder}, drift_correction={self.drift_correction!r}"
+            f"reduction={self.reduction!r}, past_encoder={self.past_encoder}, drift_correction={self.drift_correction!r}, "
+            f"zero_sum={self.zero_sum}"
         )
 
 

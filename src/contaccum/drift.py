@@ -5,6 +5,12 @@
 
 The window follows the training: as many samples as the last update had, so that the mean belongs to the present weights. A mean over
 many updates would lag behind the vectors it is added to.
+
+Why the mean, of all things: a query's gradients on all passages sum to zero. Banked passages get none, so a micro-step's current passages
+keep what those should have taken: together they are pulled towards the current queries and pushed away from the banked ones. The two
+cancel where both sets of queries have the same mean. Where the queries' mean has moved since, the passages' mean follows it, and in the
+same way the queries' mean follows the passages': each feeds the other, and the vectors run away together. Reading the bank with the present
+means takes the cause away; `zero_sum` of `DualBankInfoNCE` takes the common push off the gradients.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ class ContAccumLoss(nn.Module):
         mask_duplicates: bool = True,
         reduction: str = "paper",
         drift_correction: str | None = None,
+        zero_sum: bool = False,
         start_update: int = 0,
         query_bank_stop_update: int | None = None,
         bank_dtype: torch.dtype | None = None,
@@ -95,6 +96,7 @@ class ContAccumLoss(nn.Module):
             mask_duplicates=mask_duplicates,
             reduction=reduction,
             drift_correction=drift_correction,
+            zero_sum=zero_sum,
             start_update=start_update,
             query_bank_stop_update=query_bank_stop_update,
             bank_dtype=bank_dtype,
@@ -152,6 +154,7 @@ class ContAccumLoss(nn.Module):
             "mask_duplicates": criterion.mask_duplicates,
             "reduction": criterion.reduction,
             "drift_correction": criterion.drift_correction,
+            "zero_sum": criterion.zero_sum,
             "start_update": criterion.start_update,
             "query_bank_stop_update": criterion.query_bank_stop_update,
         }

@@ -135,6 +135,7 @@ def _loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, pro
         mask_duplicates=config.mask_duplicates,
         reduction=config.reduction,
         drift_correction=config.drift_correction,
+        zero_sum=config.zero_sum,
         bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
     )
 
