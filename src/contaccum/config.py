@@ -45,7 +45,7 @@ class TrainConfig:
     cache_hard_negatives: bool = option(True, "bank hard negatives too")
     mask_duplicates: bool = option(True, "equal texts are never each other's negatives")
     drift_correction: str | None = option(None, "mean: read stored vectors with the present mean; left out: as they were stored")
-    zero_sum: bool = option(False, "take the mean off the current passages' gradients, which only the bank leaves over")
+    zero_sum: bool = option(False, "take the mean off a micro-step's gradients on each tower's vectors")
     reduction: str = option("paper", "paper or local")
     bank_dtype: str | None = option(None, "precision of the bank: float32 or bfloat16")
     hard_negatives: int | None = option(None, "hard negatives per query, drawn anew each epoch; left out: 1 where the data has them")

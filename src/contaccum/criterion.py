@@ -55,9 +55,9 @@ class DualBankInfoNCE(nn.Module):
         drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time (see
             `contaccum.drift`), which lets a bank help where weights move fast. Costs O(bank_size^2) per micro-step: for banks of up to a
             few thousand. None: read them as they were stored.
-        zero_sum: take the mean off the current passages' gradients. Over a whole batch a query's gradients on the passages sum to zero, and
-            nothing pushes them all the same way; here the banked ones' share has nowhere to go, and what is left over does (see
-            `contaccum.drift`).
+        zero_sum: take their mean off the micro-step's gradients on the passages, and likewise on the queries. Over a whole batch a query's
+            gradients on the passages sum to zero, and nothing pushes them all the same way; with a bank the banked ones' share has nowhere
+            to go, and what is left over does (see `contaccum.drift`).
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
@@ -137,6 +137,7 @@ class DualBankInfoNCE(nn.Module):
         loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.reduction)
         if self.zero_sum:
             gradients.passages.sub_(gradients.passages.mean((0, 1)))
+            gradients.queries.sub_(gradients.queries.mean(0))
         self._notify(MicroStep(rows, columns, past, blocks, loss, None if past is None else self.bank.ages_by_slot))
         self.bank.push(rows, banked, past, blocks)
         return loss, gradients

@@ -10,7 +10,8 @@ Why the mean, of all things: a query's gradients on all passages sum to zero. Ba
 keep what those should have taken: together they are pulled towards the current queries and pushed away from the banked ones. The two
 cancel where both sets of queries have the same mean. Where the queries' mean has moved since, the passages' mean follows it, and in the
 same way the queries' mean follows the passages': each feeds the other, and the vectors run away together. Reading the bank with the present
-means takes the cause away; `zero_sum` of `DualBankInfoNCE` takes the common push off the gradients.
+means takes the cause away; `zero_sum` of `DualBankInfoNCE` takes the common push off
+the gradients, of both towers.
 """
 
 from __future__ import annotations
