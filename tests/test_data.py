@@ -905,3 +905,34 @@ def test_the_command_downloads_then_prepares(tmp_path: Path, server: RangeServer
     result = CliRunner().invoke(app, ["prepare", str(tmp_path / "in"), "--download", "nq", "--output", str(out)])
     assert result.exit_code == 0, result.output
     assert len(load_training_set(out)) == 1
+
+
+def test_held_out_rows_are_a_test_split_and_a_folder_to_judge_by(tmp_path: Path, out: Path) -> None:
+    file = tmp_path / "faq.csv"
+    with open(file, "w", newline="", encoding="utf-8") as rows:
+        csv.writer(rows).writerows([("q", "a"), *((f"question {i // 2}", f"answer {i}") for i in range(200))])
+    prepare(file, out, columns=pairs.Columns("q", "a"), hold_out=0.2)
+    train, test = load_training_set(out, "train"), load_training_set(out, "test")
+    assert len(train) + len(test) == 200
+    assert 20 <= len(test) <= 60
+    assert not set(train["query"]) & set(test["query"])
+    queries, corpus = beir.read_texts(out / "beir" / "queries.jsonl"), beir.read_texts(out / "beir" / "corpus.jsonl")
+    assert sorted(corpus.values()) == sorted(f"answer {i}" for i in range(200))
+    judged = beir.read_qrels(out / "beir" / "qrels" / "test.tsv")
+    found = {(queries[query], corpus[passage]) for query, grades in judged.items() for passage in grades}
+    assert found == set(zip(test["query"], test["positive"], strict=True))
+
+
+@pytest.mark.parametrize(("share", "message"), [(1.5, "hold_out=1.5 must be a share"), (0.2, "the source has one")])
+def test_hold_out_mistakes(tmp_path: Path, out: Path, share: float, message: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"query": "q", "positive": "p"}\n')
+    with pytest.raises(ValueError, match=message):
+        prepare(None, out, files={"train": file, "test": file}, hold_out=share)
+    assert not out.exists()
+
+
+def test_a_csv_to_train_on_is_sent_to_prepare(tmp_path: Path) -> None:
+    (tmp_path / "faq.csv").write_text("q,a\n")
+    with pytest.raises(DataError, match=r"faq.csv is no .jsonl file; contaccum prepare"):
+        load_training_set(tmp_path / "faq.csv")

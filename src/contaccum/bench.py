@@ -128,7 +128,7 @@ def _row(size: str, work: Workload, way: str, seconds: list[float], peak: int | 
     middle = statistics.median(seconds)
     ratio = None if base is None else middle / base
     told = {"seconds": middle, "all_seconds": seconds, "samples_per_second": work.n_total / middle, "peak_bytes": peak}
-    return {"way": way, "model": size, **asdict(work), **told, "time_over_gradaccum": ratio}
+    return {"way": way, "banked": WAYS[way].banked, "model": size, **asdict(work), **told, "time_over_gradaccum": ratio}
 
 
 def _turn(

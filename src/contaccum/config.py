@@ -12,6 +12,12 @@ from contaccum.methods import METHODS, get_method
 from contaccum.sizes import parse_bytes
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "pooling": ("cls", "mean", "lasttoken"),
+    "similarity": ("dot", "cosine"),
+    "reduction": ("paper", "local"),
+    "drift_correction": (None, "mean"),
+}
 AUTO = 0  # n_local before it is planned
 
 
@@ -88,6 +94,10 @@ class TrainConfig:
             raise ValueError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
         if self.bank_dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"bank_dtype {self.bank_dtype!r} is unknown; choose float32 or bfloat16")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                told = ", ".join(str(choice) for choice in choices if choice is not None)
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {told}")
         for name in ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")

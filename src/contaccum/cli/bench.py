@@ -29,7 +29,7 @@ def bench(
     output: Annotated[Optional[Path], typer.Option(help="JSON file to write")] = None,  # noqa: UP045
     json_: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:
-    """Time and memory of one update by our methods, sentence-transformers' losses and the paper's own code's way, side by side.
+    """Time and (on a GPU) peak memory of one update by our methods, sentence-transformers' losses and the paper's own way, side by side.
 
     Example: contaccum bench --model minilm-l3 --n-total 64 --passage-tokens 64 --rounds 1
     """
@@ -64,7 +64,7 @@ def bench(
 
 def _line(row: dict[str, Any]) -> list[str]:
     ratio, peak = row["time_over_gradaccum"], row["peak_bytes"]
-    sizes = [f"{row[name]:,}" for name in ("n_total", "n_local", "bank")]
+    sizes = [f"{row['n_total']:,}", f"{row['n_local']:,}", f"{row['bank']:,}" if row["banked"] else ""]
     times = [f"{1000 * row['seconds']:.1f}", "" if ratio is None else f"x{ratio:.2f}", f"{row['samples_per_second']:.0f}"]
     return [row["way"], *sizes, *times, "" if peak is None else f"{peak / 1e6:,.0f}"]
 

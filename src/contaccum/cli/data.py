@@ -39,6 +39,10 @@ def prepare(
         typer.Option(help="whose hard negatives, repeatable (msmarco; default: bm25)"),
     ] = None,
     margin: Annotated[float, typer.Option(help="a negative must score so far below the positive (msmarco)")] = 3.0,
+    hold_out: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(help="share of the training rows to keep for a test split, as 0.1; OUTPUT/beir is then a folder to judge by"),
+    ] = None,
     download: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="first fetch nq, trivia, webq, trec or msmarco into SOURCE (default: downloads/NAME)"),
@@ -73,6 +77,7 @@ def prepare(
         max_negatives=max_negatives,
         systems=tuple(system or ("bm25",)),
         margin=margin,
+        hold_out=hold_out,
     )
     print(json.dumps(summary.as_dict(), ensure_ascii=False) if json_ else summary.table())
 

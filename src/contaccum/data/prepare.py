@@ -14,6 +14,8 @@ from typing import Any
 import datasets
 from tqdm import tqdm
 
+from contaccum.data.held_out import check_hold_out, write_judged
+from contaccum.data.held_out import hold_out as hold_back
 from contaccum.data.msmarco import MARGIN, SYSTEMS
 from contaccum.data.pairs import Columns
 from contaccum.data.rows import Row, Tally
@@ -91,11 +93,13 @@ def prepare(
     max_negatives: int | None = None,
     systems: tuple[str, ...] = SYSTEMS,
     margin: float = MARGIN,
+    hold_out: float | None = None,
 ) -> PrepareSummary:
     """Write the training set of `source` to the folder `output`, which must not exist or be empty, whole or not at all.
 
     `source` is a file, a folder or the name of a data set on the hub; `files` names one file per split (formats dpr and pairs).
-    Memory stays bounded: of the texts, only a collection's queries and the rows of one batch are held.
+    Memory stays bounded: of the texts, only a collection's queries and the rows of one batch are held. With `hold_out`, that share of the
+    training rows becomes a test split, and `output/beir` a BEIR folder to judge a model by it.
     """
     output, name = Path(output), None if source is None else str(source)
     paths = {split: Path(path) for split, path in (files or {}).items()}
@@ -106,10 +110,21 @@ def prepare(
     with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         scratch = Path(folder)
         with open_splits(name, paths, kind, options, scratch) as splits:
+            check_hold_out(hold_out, splits)
             written = {split: _write(rows, split, scratch / f"{split}.arrow", max_negatives) for split, rows in splits.items()}
+        if hold_out is not None:
+            written |= _with_test(written["train"], scratch, hold_out)
         summary = PrepareSummary(str(output), kind, written)
-        _save(summary, scratch, output)
+        _save(summary, scratch, output, judged=hold_out is not None)
     return summary
+
+
+def _with_test(whole: SplitSummary, scratch: Path, share: float) -> dict[str, SplitSummary]:
+    """The training rows written so far as two splits."""
+    table = datasets.Dataset.from_file(str((scratch / "train.arrow").replace(scratch / "all.arrow")))
+    parts = {split: _write(rows, split, scratch / f"{split}.arrow", None) for split, rows in hold_back(table, share).items()}
+    parts["train"].dropped, parts["train"].notes = whole.dropped, whole.notes
+    return parts
 
 
 def _check(source: str | None, paths: Mapping[str, Path], output: Path, format: str, max_negatives: int | None, margin: float) -> None:
@@ -163,12 +178,14 @@ def _usable(rows: Iterator[Row], tally: Tally, max_negatives: int | None) -> Ite
             yield row
 
 
-def _save(summary: PrepareSummary, scratch: Path, output: Path) -> None:
+def _save(summary: PrepareSummary, scratch: Path, output: Path, judged: bool) -> None:
     """The Arrow files as one folder, written beside its final name and renamed when whole."""
     whole = scratch / "whole"
     tables = {split: datasets.Dataset.from_file(str(scratch / f"{split}.arrow")) for split in summary.splits}
     with _quiet_datasets():
         datasets.DatasetDict(tables).save_to_disk(str(whole))
+    if judged:
+        write_judged(tables, whole / "beir")
     (whole / SUMMARY_FILE).write_text(json.dumps(summary.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if output.exists():
         output.rmdir()

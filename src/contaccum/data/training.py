@@ -10,10 +10,11 @@ import pyarrow.compute  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_from_disk
 
 from contaccum.data.beir import is_beir, read_pairs
-from contaccum.data.files import read_jsonl, text_field
+from contaccum.data.files import bare_suffix, read_jsonl, text_field
 from contaccum.errors import DataError
 
 # One row per (query, relevant passage). `answers` are texts, or regular expressions, that a right passage contains; often none are known.
+OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".json")
 FEATURES = Features(
     {
         "query": Value("string"),
@@ -39,6 +40,8 @@ def load_training_set(path: str | Path, split: str = "train", limit: int | None 
     elif path.is_dir():
         dataset = _saved(path, split)
     else:
+        if bare_suffix(path) in OTHER_FORMATS:
+            raise DataError(f"{path} is no .jsonl file; contaccum prepare turns it into a training set")
         dataset = _from_jsonl(path)
     return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 

@@ -42,7 +42,8 @@ def read_collection_of(path: str | Path) -> Iterator[tuple[str, str, str]]:
         return read_collection(path)
     readers: dict[str, Callable[[Path], Iterator[tuple[str, str, str]]]] = {".tsv": read_passages, ".jsonl": _jsonl_passages}
     if not path.is_file() or bare_suffix(path) not in readers:
-        raise DataError(f"{path} is no collection; give a BEIR folder, a passages .tsv or a .jsonl (also .gz, .xz)")
+        prepared = " (of a prepared set: its folder beir, which prepare --hold-out writes)" if path.is_dir() else ""
+        raise DataError(f"{path} is no collection; give a BEIR folder{prepared}, a passages .tsv or a .jsonl (also .gz, .xz)")
     return readers[bare_suffix(path)](path)
 
 
@@ -126,7 +127,7 @@ def _prepared_queries(folder: Path, split: str | None) -> Iterator[Query]:
     from contaccum.data.training import load_training_set
 
     if split is None:
-        raise DataError(f"{folder} is a prepared data set; name its split, e.g. --split test")
+        raise DataError(f"{folder} is a prepared data set; name its split with --split")
     table, seen = load_training_set(folder, split), set()
     for row, (query, answers) in enumerate(zip(table["query"], table["answers"], strict=True)):
         if query not in seen:
