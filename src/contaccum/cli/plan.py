@@ -21,7 +21,10 @@ def plan(
     passage_model: Annotated[Optional[str], typer.Option(help="the passage tower's, where it is another")] = None,  # noqa: UP045
     n_total: Annotated[int, typer.Option(help="samples per update")] = TrainConfig.n_total,
     n_local: Annotated[Optional[int], typer.Option(help="judge this micro-batch instead of looking for the largest")] = None,  # noqa: UP045
-    seq: Annotated[int, typer.Option(help="tokens of the longest passage")] = TrainConfig.max_seq_length,
+    seq: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="tokens of the longest passage (default: 256, or as many as the model has positions)"),
+    ] = None,
     query_seq: Annotated[Optional[int], typer.Option(help="tokens of the longest query (default: as --seq)")] = None,  # noqa: UP045
     method: Annotated[str, typer.Option(help="as in train")] = TrainConfig.method,
     hard_negatives: Annotated[int, typer.Option(help="hard negatives per query")] = 1,
@@ -46,13 +49,14 @@ def plan(
     Example: contaccum plan --model runs/first/model --memory 24GB --n-total 512 --seq 512 --precision bf16
     """
     from contaccum.plan import plan as run_plan
+    from contaccum.plan.towers import longest
 
     config = TrainConfig(
         model=model,
         passage_model=passage_model,
         memory=memory,
         n_total=n_total,
-        max_seq_length=seq,
+        max_seq_length=seq or longest(model, passage_model, TrainConfig.max_seq_length),
         method=method,
         hard_negatives=hard_negatives,
         bank=bank,

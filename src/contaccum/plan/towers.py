@@ -83,6 +83,12 @@ def can_checkpoint(config: PretrainedConfig) -> bool:
     return known is None or bool((known[0] if isinstance(known, tuple) else known).supports_gradient_checkpointing)
 
 
+def longest(model: Source, passage_model: Source | None, tokens: int) -> int:
+    """`tokens`, or as many as both towers have positions for."""
+    rooms = [getattr(config, "max_position_embeddings", tokens) for config in tower_configs(model, passage_model)]
+    return int(min(tokens, *rooms))
+
+
 def _check_length(config: PretrainedConfig, tokens: int) -> None:
     room = getattr(config, "max_position_embeddings", None)
     if room is not None and tokens > room:
