@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contaccum.experiments.figures import bars
-from contaccum.experiments.grid import Cell, Experiment, Scale
+from contaccum.experiments.grid import CORRECTED, Cell, Experiment, Scale
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
@@ -19,6 +19,7 @@ def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
         "neither": {"method": "prebatch-no-past", "n_local": n, "bank": bank},
         "no accumulation": {"method": "contaccum", "n_total": n, "n_local": n, "bank": bank},
         "contaccum mean": {"method": "contaccum", "n_local": n, "bank": bank, "drift_correction": "mean"},
+        "contaccum mean, zero-sum": {"method": "contaccum", "n_local": n, "bank": bank, **CORRECTED},
     }
     numbers = (1, 0) if hard_negatives else (0,)
     return [

@@ -51,6 +51,7 @@ class Scale:
         return self.micro[2]
 
 
+CORRECTED = {"drift_correction": "mean", "zero_sum": True}  # our remedies, see docs/drift.md
 _PAPER = {"similarity": "dot", "pooling": "cls", "max_seq_length": 256, "lr": 2e-5, "warmup_updates": 1237}
 _SMALL = {"similarity": "cosine", "pooling": "cls", "max_seq_length": 128, "lr": 1e-4, "epochs": 1, "save_every": 0}
 _TINY = {"similarity": "cosine", "pooling": "mean", "max_seq_length": 16, "lr": 1e-3, "epochs": 1, "save_every": 0, "diagnose_every": 1}

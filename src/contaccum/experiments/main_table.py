@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contaccum.experiments.figures import bars
-from contaccum.experiments.grid import Cell, Experiment, Scale
+from contaccum.experiments.grid import CORRECTED, Cell, Experiment, Scale
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
@@ -19,6 +19,7 @@ def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
             _cell("gradcache", n, {"method": "gradcache", "n_local": n}),
             _cell("contaccum", n, {"method": "contaccum", "n_local": n, "bank": bank}),
             _cell("contaccum mean", n, {"method": "contaccum", "n_local": n, "bank": bank, "drift_correction": "mean"}),
+            _cell("contaccum mean, zero-sum", n, {"method": "contaccum", "n_local": n, "bank": bank, **CORRECTED}),
         ]
     return [*found, _cell("dpr", scale.n_total, {"method": "dpr", "n_local": scale.n_total})]
 
