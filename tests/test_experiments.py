@@ -51,8 +51,9 @@ def test_every_experiment_ends_with_results_table_and_figure(found, folder: Path
     assert [row["group"] for row in told["rows"]] == groups
     assert (folder / name / "table.md").read_text() == markdown(found[name]["table"])
     assert len((folder / name / "table.md").read_text().splitlines()) == 2 + len(groups)
-    for suffix in ("png", "svg"):
-        assert (folder / name / f"{name}.{suffix}").stat().st_size > 1000
+    names = ["results.json", "table.md", f"{name}.png", f"{name}.svg"]
+    assert found[name]["files"] == [folder / name / file for file in names]
+    assert all(file.stat().st_size > 100 for file in found[name]["files"])
 
 
 def test_metrics_are_those_of_the_cells_run_files(found, folder: Path) -> None:
@@ -163,6 +164,9 @@ def test_a_killed_grid_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert first.stat().st_mtime_ns == stamp
     assert len(results(tmp_path, "out")["rows"]) == 2
+    assert done.stdout.splitlines()[-1].split() == [
+        str(tmp_path / "out" / n) for n in ("results.json", "table.md", "simmass.png", "simmass.svg")
+    ]
 
 
 def test_dry_run_tells_cells_and_time_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

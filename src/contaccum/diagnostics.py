@@ -22,7 +22,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from contaccum.bank import DualBank
 from contaccum.budget import peak_bytes
@@ -31,13 +31,14 @@ from contaccum.logfile import append_lines, keep_updates
 from contaccum.losses import ContAccumLoss
 from contaccum.probe import BankProbe
 from contaccum.stopwatch import Stopwatch
+from contaccum.trainer import FlushedLog
 
 HURTFUL_SHIFT = 1.0  # of `bank_shift`: 2.5 in the quickstart's collapsing run, 0.1 in the corrected one
 HURTFUL_RATIO = 10.0  # of gradient norms, either way: the paper saw 30 with one bank; the quickstart's stay between 1 and 2.5
 PHASES = ("forward", "loss", "backward", "update")
 
 
-class Diagnostics(TrainerCallback):
+class Diagnostics(FlushedLog):
     """Watches `loss` in a trainer to whose callbacks it is added; an interval of 0 leaves that part out."""
 
     def __init__(
@@ -103,12 +104,6 @@ class Diagnostics(TrainerCallback):
         self.update = state.global_step + 1
         if timed:
             self.flush()
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.flush()
-
-    def before_checkpoint(self, folder: Path) -> None:
-        self.flush()
 
     def flush(self) -> None:
         lines, self.waiting = [self._resolved(line) for line in self.waiting], []

@@ -14,10 +14,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from contaccum.criterion import DualBankInfoNCE, MicroStep
 from contaccum.data.training import DrawNegatives
 from contaccum.logfile import append_lines, keep_updates
-from contaccum.trainer import SkippedSteps
+from contaccum.trainer import FlushedLog, SkippedSteps
 
 
-class RunLog(SkippedSteps):
+class RunLog(FlushedLog, SkippedSteps):
     """One line per update in `log.jsonl`: nothing in it depends on the clock, so that a resumed run's log equals an uninterrupted one's.
 
     Values stay on the device until they are written, every `every` updates and before every checkpoint.
@@ -53,12 +53,6 @@ class RunLog(SkippedSteps):
         self.losses = []
         if state.global_step % self.every == 0:
             self.flush()
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.flush()
-
-    def before_checkpoint(self, folder: Path) -> None:
-        self.flush()
 
     def flush(self) -> None:
         lines = []

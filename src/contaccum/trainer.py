@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -26,6 +27,19 @@ class BeforeCheckpoint(Protocol):
     """A callback with something to write into, or beside, a checkpoint before it counts as complete."""
 
     def before_checkpoint(self, folder: Path) -> None: ...
+
+
+class FlushedLog(TrainerCallback, ABC):
+    """A log that holds lines back: they are written when training ends, and before a checkpoint counts as complete."""
+
+    @abstractmethod
+    def flush(self) -> None: ...
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.flush()
+
+    def before_checkpoint(self, folder: Path) -> None:
+        self.flush()
 
 
 class SkippedSteps(TrainerCallback):

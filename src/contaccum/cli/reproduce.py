@@ -17,7 +17,7 @@ def reproduce(
     experiment: Annotated[str, typer.Argument(help="main, ablation, bank-size, speed, gradnorm, simmass or memory")],
     dataset: Annotated[str, typer.Option(help="acl, squad-wiki, nq, trivia, webq, trec, msmarco or harvest (embedded)")] = "harvest",
     data: Annotated[Optional[Path], typer.Option(help="folder with the data set's files (not for harvest)")] = None,  # noqa: UP045
-    scale: Annotated[str, typer.Option(help="tiny (a minute on a CPU), small (one GPU, hours or less) or paper")] = "small",
+    scale: Annotated[str, typer.Option(help="tiny (minutes on a CPU), small (one GPU, hours or less) or paper")] = "small",
     model: Annotated[Optional[str], typer.Option(help="encoder to start from (default: bert-base-uncased; tiny: random)")] = None,  # noqa: UP045
     output: Annotated[Optional[Path], typer.Option(help="folder to write, or to go on with (default: runs/EXPERIMENT-DATASET)")] = None,  # noqa: UP045
     seeds: Annotated[str, typer.Option(help="seeds with commas between")] = "0",

@@ -28,5 +28,4 @@ EXPERIMENT = Experiment(
     "Gradient norm of the passage tower over the query tower's",
     cells,
     lambda rows, metric: curves(rows, "grad_norm_ratio", "update", "gradient norm, passages / queries", level=1.0),
-    headline="final grad_norm_ratio",
 )

@@ -105,7 +105,6 @@ class Experiment:
     title: str
     cells: Callable[[Scale, int, bool], list[Cell]]
     draw: Callable[[Sequence[dict[str, Any]], str], Any]  # result rows, headline metric -> matplotlib figure
-    headline: str | None = None  # column of the table where there is no retrieval metric
 
 
 def with_seeds(cells: Sequence[Cell], seeds: Sequence[int]) -> list[Cell]:

@@ -15,4 +15,4 @@ def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
     ]
 
 
-EXPERIMENT = Experiment("memory", "appendix E", "Memory of the bank", cells, lambda rows, metric: memory_by_bank(rows), headline="bank MB")
+EXPERIMENT = Experiment("memory", "appendix E", "Memory of the bank", cells, lambda rows, metric: memory_by_bank(rows))

@@ -199,8 +199,9 @@ def _write(request: Request, experiment: Experiment, finished: list[tuple[Cell, 
     _replace(request.output / "table.md", markdown(table))
     metric = DATASETS[request.dataset].headline
     figure = experiment.draw(rows, metric)
-    files = [request.output / "results.json", request.output / "table.md", *save(figure, request.output, experiment.name)]
-    return {"rows": rows, "table": table, "files": files}
+    save(figure, request.output, experiment.name)
+    files = ("results.json", "table.md", f"{experiment.name}.png", f"{experiment.name}.svg")
+    return {"rows": rows, "table": table, "files": [request.output / name for name in files]}
 
 
 def _replace(file: Path, text: str) -> None:

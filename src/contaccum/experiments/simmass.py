@@ -20,5 +20,4 @@ EXPERIMENT = Experiment(
     "Softmax mass on negatives by age, per passage",
     cells,
     lambda rows, metric: mass_by_age(rows),
-    headline="mass of the oldest / newest",
 )

@@ -32,4 +32,4 @@ def draw(rows: Sequence[dict[str, Any]], metric: str) -> Any:
     return time_by(rows)
 
 
-EXPERIMENT = Experiment("speed", "figure 4", "Seconds of one update", cells, draw, headline="contaccum / gradaccum")
+EXPERIMENT = Experiment("speed", "figure 4", "Seconds of one update", cells, draw)
