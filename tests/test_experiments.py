@@ -150,6 +150,19 @@ def test_a_failed_cell_is_told_and_stops_no_other(tmp_path: Path) -> None:
     assert any("nonsense" in line for line in said)
 
 
+def test_a_process_that_dies_fails_its_cell_and_the_next_gets_another(tmp_path: Path) -> None:
+    server = runner._Server()
+    dying = "import sys; sys.stdin.readline(); sys.exit(3)"
+    server.process = subprocess.Popen([sys.executable, "-c", dying], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.run(tmp_path) is False
+    assert "the process ended with 3" in (tmp_path / "cell.log").read_text()
+    cell = {"kind": "memory", "seed": 0, "options": {"bank": 16, "n": 4, "width": 8, "hard_negatives": 1}}
+    (tmp_path / "cell.json").write_text(json.dumps(cell))
+    assert server.run(tmp_path) is True
+    server.stop()
+    assert json.loads((tmp_path / "result.json").read_text())["predicted_bytes"] == 16 * 3 * 8 * 4
+
+
 def test_a_killed_grid_goes_on(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "contaccum", "reproduce", "simmass", "--scale", "tiny", "--output", str(tmp_path / "out")]
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)

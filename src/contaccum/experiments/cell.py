@@ -1,14 +1,19 @@
 """One cell: train, search and judge, or measure; the result is one JSON file that appears when it is whole.
 
-python -m contaccum.experiments.cell FOLDER        # reads FOLDER/cell.json, writes FOLDER/result.json
+`python -m contaccum.experiments.cell` serves: it takes folders from standard input, one a line, reads FOLDER/cell.json, writes
+FOLDER/result.json with what was printed in FOLDER/cell.log, and answers "done" or "failed". One process for many cells spares each of them
+the imports and the device's start.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -129,5 +134,34 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def serve() -> None:
+    """Cells by their folders until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        folder = Path(line.rstrip("\n"))
+        with open(folder / "cell.log", "ab") as log:
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+        try:
+            run_cell(folder)
+            print("done", file=answers, flush=True)
+        except Exception:  # told by whoever asked, from the log
+            traceback.print_exc()
+            sys.stderr.flush()
+            print("failed", file=answers, flush=True)
+        _forget()
+
+
+def _forget() -> None:
+    """Give back what a cell held, and its memory limit and peak."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 if __name__ == "__main__":
-    run_cell(Path(sys.argv[1]))
+    serve()

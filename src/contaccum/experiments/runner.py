@@ -1,4 +1,4 @@
-"""`reproduce`: the cells of an experiment, several at a time, each in a process of its own; then its table and figure.
+"""`reproduce`: the cells of an experiment, several processes at a time; then its table and figure.
 
 OUTPUT holds `data/` (prepared once), `cells/NAME/` (cell.json, cell.log, result.json and the run folder), and of all that is finished
 `results.json`, `table.md` and the figure. Run again, finished cells are not repeated and an interrupted one goes on from its
@@ -11,11 +11,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, simmass, speed
@@ -145,28 +148,64 @@ def _in_this_process(cells: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, b
 
 
 def _in_processes(cells: Sequence[tuple[str, Path]], jobs: int) -> Iterator[tuple[str, bool, float]]:
-    waiting, running = list(cells), dict[subprocess.Popen[bytes], tuple[str, float]]()
+    waiting, ended = deque(cells), SimpleQueue[tuple[str, bool, float]]()
+    servers = [_Server() for _ in range(min(jobs, len(cells)))]
+
+    def work(server: _Server) -> None:
+        while waiting:
+            try:
+                name, folder = waiting.popleft()
+            except IndexError:  # another thread took the last
+                return
+            begun = time.monotonic()
+            ended.put((name, server.run(folder), time.monotonic() - begun))
+
+    threads = [threading.Thread(target=work, args=(server,), daemon=True) for server in servers]
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                name, folder = waiting.pop(0)
-                running[_start(folder)] = (name, time.monotonic())
-            time.sleep(0.05)
-            for process in [process for process in running if process.poll() is not None]:
-                name, begun = running.pop(process)
-                yield name, process.returncode == 0, time.monotonic() - begun
+        for thread in threads:
+            thread.start()
+        for _ in cells:
+            yield ended.get()
     finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
+        waiting.clear()
+        for server in servers:
+            server.stop()
 
 
-def _start(folder: Path) -> subprocess.Popen[bytes]:
-    quiet = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    with open(folder / "cell.log", "ab") as log:
-        words = [sys.executable, "-m", "contaccum.experiments.cell", str(folder)]
-        return subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **quiet})
+class _Server:
+    """A process that runs one cell after another; a new one where it died."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def run(self, folder: Path) -> bool:
+        """Whether the cell came to its end."""
+        if self.process is None or self.process.poll() is not None:
+            self.process = self._start(folder)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            print(folder, file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline().strip()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            code = self.process.wait()
+            with open(folder / "cell.log", "a", encoding="utf-8") as log:
+                print(f"the process ended with {code}" + (" (killed: out of memory?)" if code == -9 else ""), file=log)
+        return answer == "done"
+
+    def _start(self, folder: Path) -> subprocess.Popen[str]:
+        quiet = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        words = [sys.executable, "-m", "contaccum.experiments.cell"]
+        with open(folder / "cell.log", "ab") as log:
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            return subprocess.Popen(words, text=True, env={**os.environ, **quiet}, **pipes)
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
 
 
 def _result(folder: Path) -> dict[str, Any] | None:
