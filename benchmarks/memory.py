@@ -40,7 +40,7 @@ class Cell:
     method: str = "contaccum"
     micro_steps: int = 2
     bank: int = 256
-    drift_correction: str | None = None
+    drift_correction: str | None = "auto"
     tied: bool = False
     query_tokens: int | None = None
 
@@ -48,7 +48,9 @@ class Cell:
     def name(self) -> str:
         parts = [f"{self.size} n={self.n_local} tokens={self.tokens}", self.precision, f"h={self.hard_negatives}", self.method]
         parts += (
-            ["checkpointing"] * self.checkpointing + ["tied"] * self.tied + [f"drift {self.drift_correction}"] * bool(self.drift_correction)
+            ["checkpointing"] * self.checkpointing
+            + ["tied"] * self.tied
+            + [f"drift {self.drift_correction}"] * (self.drift_correction != "auto")
         )
         return " ".join(parts + ([f"queries of {self.query_tokens}"] if self.query_tokens else []))
 
@@ -69,7 +71,8 @@ CELLS = [
     Cell("BERT-base", 16, 256, method="gradcache", micro_steps=4, hard_negatives=1),
     Cell("BERT-base", 32, 256, method="dpr", micro_steps=1),
     Cell("BERT-base", 8, 256, tied=True, hard_negatives=1),
-    Cell("BERT-base", 8, 128, bank=4096, drift_correction="mean"),
+    Cell("BERT-base", 8, 128, bank=4096),
+    Cell("BERT-base", 8, 128, bank=4096, drift_correction=None),
     Cell("BERT-large", 8, 256),
     Cell("BERT-large", 8, 256, "bf16", hard_negatives=1),
     Cell("BERT-large", 32, 256, "bf16", checkpointing=True),

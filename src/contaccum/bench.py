@@ -1,7 +1,12 @@
 """Time and memory of one optimizer update, by every way of making it, side by side on one model.
 
-Ways differ in the loss alone, so one pair of towers and one optimizer serve them all. They take turns; each turn starts with a full bank
-and a warm-up, and ends with the way's memory given back. Inputs are random token ids of fixed length.
+Ways differ in the loss, in precision and in how the towers run, so one pair of towers and one optimizer serve them all. They take turns;
+each turn starts with a full bank and a warm-up, compiling included, and ends with the way's memory given back and the towers as they were.
+Inputs are random token ids, of fixed length or padded to the longest of a micro-batch, already on the device.
+
+`peak_share` is the share of the GPU's dense bf16 peak, whatever precision the way computes in. Counted are the products of a forward and a
+backward pass on real tokens: 6 per weight of the layers and token, and 12 * layers * width * length per token for attention; by GradCache
+a third more, for its second forward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from torch import Tensor, nn
 from transformers import BertConfig
 
 from contaccum.losses import CachedContAccumLoss, ContAccumLoss
+from contaccum.speed import COUNTS, REGIONS, check_unpadded, compile_towers, repad_towers, uncompile_towers, unpad_towers
 from contaccum.towers import dual_encoder
 
 # layers, width, heads: BERT-shaped encoders with random weights
@@ -33,11 +39,16 @@ VOCABULARY = 30_522
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 FILLING = 512  # tuples at a time into a bank before it is timed
 CLIP = 2.0
+LENGTHS = ("fixed", "varied")
+SHORTEST = 4  # varied lengths are drawn between a quarter of the longest and the longest
+WARM_UP = 2  # micro-batches
+# Dense bf16 operations per second, from NVIDIA's data sheets (SXM), by what the device's name holds.
+BF16_PEAKS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100-SXM": 312e12}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is the same for every way."""
+    """An update's samples, and how the towers run."""
 
     n_total: int = 128
     n_local: int = 8
@@ -46,6 +57,9 @@ class Workload:
     passage_tokens: int = 256
     hard_negatives: int = 1
     precision: str = "fp32"
+    lengths: str = "fixed"  # of queries and passages: all of query_tokens and passage_tokens, or varied up to them
+    compile: str | None = None  # one of contaccum.speed.REGIONS
+    unpad: bool = False
 
 
 class OfficialLoss(nn.Module):
@@ -75,6 +89,7 @@ class Way:
     build: Callable[[SentenceTransformer, Workload], nn.Module]
     whole: bool = False  # one call of the loss per update
     banked: bool = False
+    cached: bool = False  # a second forward pass
 
 
 def _ours(loss: type[ContAccumLoss] = ContAccumLoss, **options: Any) -> Callable[[SentenceTransformer, Workload], nn.Module]:
@@ -89,15 +104,23 @@ def _ours(loss: type[ContAccumLoss] = ContAccumLoss, **options: Any) -> Callable
 
 WAYS = {
     "gradaccum": Way(_ours(bank_size=0)),
-    "contaccum": Way(_ours(), banked=True),
-    "contaccum (mean)": Way(_ours(drift_correction="mean"), banked=True),
-    "gradcache": Way(_ours(CachedContAccumLoss, bank_size=0), whole=True),
+    "contaccum": Way(_ours(drift_correction=None), banked=True),  # the paper's bank
+    "contaccum (default)": Way(_ours(drift_correction="mean+zero-sum"), banked=True),
+    "gradcache": Way(_ours(CachedContAccumLoss, bank_size=0), whole=True, cached=True),
     "official contaccum": Way(lambda model, work: OfficialLoss(model, work.bank, work.n_local), banked=True),
     "MultipleNegativesRankingLoss": Way(lambda model, work: MultipleNegativesRankingLoss(model, 1.0, dot_score)),
     "CachedMultipleNegativesRankingLoss": Way(
-        lambda model, work: CachedMultipleNegativesRankingLoss(model, 1.0, dot_score, mini_batch_size=work.n_local), whole=True
+        lambda model, work: CachedMultipleNegativesRankingLoss(model, 1.0, dot_score, mini_batch_size=work.n_local), whole=True, cached=True
     ),
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way and its workload."""
+
+    way: str
+    work: Workload
 
 
 def measure(
@@ -109,50 +132,114 @@ def measure(
     device: str | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """A row per way: median seconds of an update, samples per second, peak memory, and its seconds over gradaccum's."""
-    _check(size, work, ways, rounds, updates)
+    """`measure_cases` of one workload."""
+    return measure_cases(size, [Case(way, work) for way in ways], rounds, updates, device, seed)
+
+
+def measure_cases(
+    size: str, cases: Sequence[Case], rounds: int = 3, updates: int = 3, device: str | None = None, seed: int = 0
+) -> list[dict[str, Any]]:
+    """A row per case: median seconds of an update, samples per second, peak memory, share of the GPU's peak, and its seconds over those of
+    gradaccum with the same workload, where that is among the cases. Where memory ran out these are None and `out_of_memory` is true.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check(size, cases, rounds, updates, device.startswith("cuda"))
     torch.manual_seed(seed)
-    model = random_encoder(size, max(work.query_tokens, work.passage_tokens)).to(device).train()
+    longest = max(max(case.work.query_tokens, case.work.passage_tokens) for case in cases)
+    model = random_encoder(size, longest).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    peaks: dict[str, int | None] = dict.fromkeys(ways)
+    turns: dict[Case, list[Turn | None]] = {case: [] for case in cases}
     for _ in range(rounds):
-        for way in ways:
-            peaks[way] = _turn(WAYS[way], model, optimizer, work, updates, seconds[way])
-    base = statistics.median(seconds["gradaccum"]) if "gradaccum" in seconds else None
-    return [_row(size, work, way, seconds[way], peaks[way], base) for way in ways]
+        for case in cases:
+            if None not in turns[case]:
+                turns[case].append(_turn(case, model, optimizer, updates, seed))
+    rows = [_row(size, case, turns[case], seed) for case in cases]
+    bases = {_comparable(case): row["seconds"] for case, row in zip(cases, rows, strict=True) if case.way == "gradaccum"}
+    for case, row in zip(cases, rows, strict=True):
+        base = bases.get(_comparable(case))
+        row["time_over_gradaccum"] = row["seconds"] / base if row["seconds"] and base else None
+    return rows
 
 
-def _row(size: str, work: Workload, way: str, seconds: list[float], peak: int | None, base: float | None) -> dict[str, Any]:
-    middle = statistics.median(seconds)
-    ratio = None if base is None else middle / base
-    told = {"seconds": middle, "all_seconds": seconds, "samples_per_second": work.n_total / middle, "peak_bytes": peak}
-    return {"way": way, "banked": WAYS[way].banked, "model": size, **asdict(work), **told, "time_over_gradaccum": ratio}
+def _comparable(case: Case) -> Workload:
+    """gradaccum has no bank, so its time holds for any."""
+    return replace(case.work, bank=0)
 
 
-def _turn(
-    way: Way, model: SentenceTransformer, optimizer: torch.optim.Optimizer, work: Workload, updates: int, seconds: list[float]
-) -> int | None:
-    """Time `updates` updates after a warm-up; the peak that the allocator reached in them."""
+@dataclass(frozen=True)
+class Turn:
+    seconds: list[float]
+    peak_bytes: int | None
+
+
+def _row(size: str, case: Case, turns: Sequence[Turn | None], seed: int) -> dict[str, Any]:
+    done = [turn for turn in turns if turn is not None]
+    row = {"way": case.way, "banked": WAYS[case.way].banked, "model": size, **asdict(case.work), "out_of_memory": len(done) < len(turns)}
+    if row["out_of_memory"]:
+        return {**row, **dict.fromkeys(("seconds", "all_seconds", "samples_per_second", "peak_bytes", "peak_share"))}
+    seconds = [second for turn in done for second in turn.seconds]
+    middle, peak = statistics.median(seconds), _bf16_peak()
+    return {
+        **row,
+        "seconds": middle,
+        "all_seconds": seconds,
+        "samples_per_second": case.work.n_total / middle,
+        "peak_bytes": done[-1].peak_bytes,
+        "peak_share": None if peak is None else operations(size, case, seed) / middle / peak,
+    }
+
+
+def _bf16_peak() -> float | None:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((peak for part, peak in BF16_PEAKS.items() if part in name), None)
+
+
+def operations(size: str, case: Case, seed: int) -> float:
+    """Of one update on real tokens, as the module says."""
+    layers, width, _ = SIZES[size]
+    lengths = _lengths(case.work, seed)
+    weights = 12 * layers * width**2  # 4 of attention, 8 of the feed-forward part; biases and norms left out
+    tokens, squares = float(lengths.sum()), float((lengths.double() ** 2).sum())
+    once = 6 * weights * tokens + 12 * layers * width * squares
+    return once * 4 / 3 if WAYS[case.way].cached else once
+
+
+def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | None:
+    """One turn of a case; None if memory ran out."""
+    work = case.work
+    if work.unpad:
+        unpad_towers(model)
+    if work.compile is not None:
+        compile_towers(model, work.compile)
+    try:
+        return _timed(WAYS[case.way], model, optimizer, work, updates, seed)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        uncompile_towers(model)
+        repad_towers(model)
+        optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _timed(way: Way, model: SentenceTransformer, optimizer: torch.optim.Optimizer, work: Workload, updates: int, seed: int) -> Turn:
+    """Time `updates` updates after a warm-up, and the peak that the allocator reached in them."""
     loss = way.build(model, work).to(model.device)
-    batches = [list(_micro_batches(model, way, work)) for _ in range(2)]
+    batches = list(_micro_batches(model, way, work, seed))
     if way.banked:
         _fill(loss, model, work)
-    _update(model, loss, optimizer, batches[0], work)
+    for _ in range(2):  # the second finds everything compiled
+        _update(model, loss, optimizer, batches[:WARM_UP], work)
     _wait(model.device, reset=True)
-    for i in range(updates):
+    seconds = []
+    for _ in range(updates):
         started = time.perf_counter()
-        _update(model, loss, optimizer, batches[i % 2], work)
+        _update(model, loss, optimizer, batches, work)
         _wait(model.device)
         seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None
-    optimizer.zero_grad(set_to_none=True)
-    del loss, batches
-    gc.collect()
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return peak
+    return Turn(seconds, torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None)
 
 
 def _update(
@@ -169,16 +256,30 @@ def _update(
         loss.criterion.after_update()
 
 
-def _micro_batches(model: SentenceTransformer, way: Way, work: Workload) -> Iterator[list[dict[str, Any]]]:
+def _micro_batches(model: SentenceTransformer, way: Way, work: Workload, seed: int) -> Iterator[list[dict[str, Any]]]:
     size = work.n_total if way.whole else work.n_local
-    for _ in range(work.n_total // size):
-        passages = [_features(model, "document", size, work.passage_tokens) for _ in range(1 + work.hard_negatives)]
-        yield [_features(model, "query", size, work.query_tokens), *passages]
+    for lengths in _lengths(work, seed).split(size):
+        tasks = ["query"] + ["document"] * (1 + work.hard_negatives)
+        columns = [_features(model, task, column) for task, column in zip(tasks, lengths.unbind(1), strict=True)]
+        # as unpadded towers count them when they tokenise
+        yield [{**column, COUNTS: counts} for column, counts in zip(columns, lengths.unbind(1), strict=True)] if work.unpad else columns
 
 
-def _features(model: SentenceTransformer, task: str, count: int, tokens: int) -> dict[str, Any]:
-    ids = torch.randint(1000, VOCABULARY, (count, tokens), device=model.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "modality": "text", "task": task}
+def _lengths(work: Workload, seed: int) -> Tensor:
+    """Tokens of every text of an update, the same for every way: (n_total, 2 + h)."""
+    longest = torch.tensor([work.query_tokens] + [work.passage_tokens] * (1 + work.hard_negatives)).expand(work.n_total, -1)
+    if work.lengths == "fixed":
+        return longest
+    shortest = longest // SHORTEST
+    drawn = torch.rand(longest.shape, generator=torch.Generator().manual_seed(seed))
+    return shortest + (drawn * (longest - shortest + 1)).long()
+
+
+def _features(model: SentenceTransformer, task: str, lengths: Tensor) -> dict[str, Any]:
+    """Random texts of these lengths, padded to the longest."""
+    ids = torch.randint(1000, VOCABULARY, (len(lengths), int(lengths.max())), device=model.device)
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long().to(model.device)
+    return {"input_ids": ids * mask, "attention_mask": mask, "modality": "text", "task": task}
 
 
 def _fill(loss: nn.Module, model: SentenceTransformer, work: Workload) -> None:
@@ -208,11 +309,7 @@ def _wait(device: torch.device, reset: bool = False) -> None:
             torch.cuda.reset_peak_memory_stats()
 
 
-def random_encoder(size: str, tokens: int) -> SentenceTransformer:
-    """Two towers of random weights, and a tokenizer that is never used."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
+def tower_config(size: str, tokens: int = 512) -> BertConfig:
     layers, width, heads = SIZES[size]
     shape: dict[str, Any] = {
         "num_hidden_layers": layers,
@@ -220,21 +317,33 @@ def random_encoder(size: str, tokens: int) -> SentenceTransformer:
         "num_attention_heads": heads,
         "intermediate_size": 4 * width,
     }
-    config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=max(512, tokens), **shape)
+    return BertConfig(vocab_size=VOCABULARY, max_position_embeddings=max(512, tokens), **shape)
+
+
+def random_encoder(size: str, tokens: int) -> SentenceTransformer:
+    """Two towers of random weights, and a tokenizer that is never used."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
     with tempfile.TemporaryDirectory() as folder:
         blank = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
         PreTrainedTokenizerFast(tokenizer_object=blank, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
-        return dual_encoder(config, tokenizer=Path(folder), max_seq_length=tokens)
+        return dual_encoder(tower_config(size, tokens), tokenizer=Path(folder), max_seq_length=tokens)
 
 
-def _check(size: str, work: Workload, ways: Sequence[str], rounds: int, updates: int) -> None:
+def _check(size: str, cases: Sequence[Case], rounds: int, updates: int, cuda: bool) -> None:
     if size not in SIZES:
         raise ValueError(f"model {size!r} is unknown; choose one of {', '.join(SIZES)}")
-    if unknown := [way for way in ways if way not in WAYS]:
-        raise ValueError(f"way {unknown[0]!r} is unknown; choose among {', '.join(WAYS)}")
-    if work.precision not in PRECISIONS:
-        raise ValueError(f"precision {work.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
-    if work.n_local < 1 or work.n_total % work.n_local:
-        raise ValueError(f"n_total={work.n_total} is not a multiple of n_local={work.n_local}")
     if min(rounds, updates) < 1:
         raise ValueError(f"rounds={rounds} and updates={updates} must be 1 or more")
+    for way, work in ((case.way, case.work) for case in cases):
+        if way not in WAYS:
+            raise ValueError(f"way {way!r} is unknown; choose among {', '.join(WAYS)}")
+        if work.n_local < 1 or work.n_total % work.n_local:
+            raise ValueError(f"n_total={work.n_total} is not a multiple of n_local={work.n_local}")
+        for name, choices in {"precision": PRECISIONS, "lengths": LENGTHS, "compile": (None, *REGIONS)}.items():
+            if getattr(work, name) not in choices:
+                told = ", ".join(choice for choice in choices if choice is not None)
+                raise ValueError(f"{name} {getattr(work, name)!r} is unknown; choose one of {told}")
+        if work.unpad:
+            check_unpadded(work.precision, work.compile is not None, cuda)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from contaccum.methods import METHODS, get_method
+from contaccum.methods import METHODS, auto_bank, get_method
 from contaccum.sizes import parse_bytes
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -16,7 +16,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "pooling": ("cls", "mean", "lasttoken"),
     "similarity": ("dot", "cosine"),
     "reduction": ("paper", "local"),
-    "drift_correction": (None, "mean"),
+    "drift_correction": ("auto", "mean+zero-sum", "mean", None),
 }
 AUTO = 0  # n_local before it is planned
 
@@ -28,7 +28,7 @@ def option(default: Any, text: str, accepts: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All that decides a run. The defaults are the paper's settings for Natural Questions, but for the model's and data's names."""
+    """All that decides a run. The defaults are the paper's for Natural Questions, but for the bank, its correction and all names."""
 
     data: str = option("", "training set: a BEIR folder, a .jsonl file or a saved data set")
     output: str = option("", "run folder to write")
@@ -44,14 +44,17 @@ class TrainConfig:
     n_total: int = option(128, "samples per update, over all processes")
     n_local: int = option(8, "samples whose activations fit in memory at once, per process; auto: what fits in --memory", accepts="auto")
     whole_updates: bool = option(False, "encode n_total at once, micro-losses on slices: the same gradients, faster, for large memories")
-    bank: int = option(2048, "tuples in the bank")
+    bank: int | str = option("auto", "tuples in the bank; auto: 8 updates' worth, at most a sixteenth of the rows", accepts="auto")
     query_bank: int | None = option(None, "queries in the bank, where fewer")
     start_update: int = option(0, "updates before which there is no bank")
     query_bank_stop_update: int | None = option(None, "update from which on the query bank is off")
     cache_hard_negatives: bool = option(True, "bank hard negatives too")
     mask_duplicates: bool = option(True, "equal texts are never each other's negatives")
-    drift_correction: str | None = option(None, "mean: read stored vectors with the present mean; left out: as they were stored")
-    zero_sum: bool = option(False, "take the mean off a micro-step's gradients on each tower's vectors")
+    drift_correction: str | None = option(
+        "auto",
+        "mean: read stored vectors with the present mean; mean+zero-sum: and take their mean off the passages' gradients; "
+        "none: neither, as the paper; auto: mean+zero-sum where the bank holds vectors of older weights",
+    )
     reduction: str = option("paper", "paper or local")
     bank_dtype: str | None = option(None, "precision of the bank: float32 or bfloat16")
     hard_negatives: int | None = option(None, "hard negatives per query, drawn anew each epoch; left out: 1 where the data has them")
@@ -65,7 +68,9 @@ class TrainConfig:
     precision: str = option("fp32", "fp32, bf16 or fp16 (autocast)")
     memory: str | None = option(None, "hold the CUDA allocator to this, as 11GB")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    torch_compile: bool = option(False, "compile the towers")
+    torch_compile: bool = option(False, "compile the towers' layers, which takes its time at the start")
+    unpad: bool | None = option(None, "compute no padding; left out: on a GPU in half precision, where the encoder allows it")
+    tf32: bool = option(False, "fp32 matrix products with 10 bits of mantissa instead of 23, on NVIDIA GPUs since Ampere")
     seed: int = option(42, "seed of weights, order, dropout and drawn negatives")
     split: str = option("train", "split of a BEIR folder to train on")
     limit: int | None = option(None, "train on the first so many rows")
@@ -79,8 +84,14 @@ class TrainConfig:
     dev_every: int = option(100, "updates between such searches")
     dev_metric: str = option("MRR@10", "chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
     dev_passages: int | None = option(None, "search the dev queries' relevant passages and this many others instead of all")
-    workers: int = option(0, "processes that tokenise ahead")
+    workers: int | None = option(None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
     report_to: str = option("none", "none, tensorboard, wandb, ...")
+
+    @property
+    def bank_size(self) -> int:
+        """`bank` once it is a number, see `with_bank`."""
+        assert isinstance(self.bank, int)
+        return self.bank
 
     def check(self) -> None:
         """ValueError that names the first value that cannot be."""
@@ -96,21 +107,36 @@ class TrainConfig:
             raise ValueError(f"bank_dtype {self.bank_dtype!r} is unknown; choose float32 or bfloat16")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                told = ", ".join(str(choice) for choice in choices if choice is not None)
+                told = ", ".join("none" if choice is None else choice for choice in choices)
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {told}")
         for name in ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
-        for name in ("bank", "warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"):
-            if getattr(self, name) < 0:
+        check_bank(self.bank)
+        for name in ("warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"):
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 or more")
         if self.precision == "fp16" and not torch.cuda.is_available():
             raise ValueError("precision fp16 needs a CUDA device; use bf16 or fp32")
+        if self.tf32 and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
+            raise ValueError("tf32 needs an NVIDIA GPU of the Ampere generation or later; leave it out")
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
         get_method(self.method)
         if self.memory is not None:
             parse_bytes(self.memory)
+
+
+def check_bank(bank: int | str) -> None:
+    if bank != "auto" and not isinstance(bank, int):
+        raise ValueError(f"bank={bank!r} is not a number of tuples; give one, or auto")
+    if isinstance(bank, int) and bank < 0:
+        raise ValueError(f"bank={bank} is negative; use 0 or more")
+
+
+def with_bank(config: TrainConfig, micro_batch: int = 1, rows: int | None = None) -> TrainConfig:
+    """`config` with its bank as a number: where it says "auto", that of `auto_bank`."""
+    return replace(config, bank=auto_bank(config.n_total, micro_batch, rows)) if config.bank == "auto" else config
 
 
 def load_config(file: str | Path | None, overrides: dict[str, Any]) -> TrainConfig:
@@ -134,11 +160,15 @@ def _coerce(name: str, value: Any, kind: str) -> Any:
     """YAML reads 2e-5 as a text and 40 as a whole number; everything else must have its type."""
     if value is None and "None" in kind:
         return None
+    if name == "drift_correction" and value == "none":
+        return None
+    if name == "bank" and value == "auto":
+        return value
     if name == "n_local" and value == "auto":
         return AUTO
     if name == "n_local" and str(value) == "0":
         raise ValueError("n_local=0 must be at least 1, or auto")
-    base = kind.replace(" | None", "")
+    base = kind.replace(" | None", "").replace("int | str", "int")
     try:
         if base == "float" and not isinstance(value, bool):
             return float(value)
@@ -148,4 +178,4 @@ def _coerce(name: str, value: Any, kind: str) -> Any:
         pass
     if (base == "bool" and isinstance(value, bool)) or (base == "str" and isinstance(value, str)):
         return value
-    raise ValueError(f"{name}={value!r} is not of type {base}")
+    raise ValueError(f"{name}={value!r} is not of type {base}" + (", nor auto" if name in ("n_local", "bank") else ""))

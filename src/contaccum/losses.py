@@ -17,6 +17,7 @@ from sentence_transformers.util import all_gather, all_gather_with_grad, cos_sim
 from torch import Tensor, nn
 
 from contaccum.criterion import DualBankInfoNCE
+from contaccum.speed import countable
 
 _SIMILARITIES = {cos_sim: "cosine", dot_score: "dot"}
 _CITATION = """
@@ -42,7 +43,9 @@ class ContAccumLoss(nn.Module):
             which both partition modes are the same, and no hardness weighting go together with a bank.
         micro_batch_size: take the loss on slices of this many samples, one after the other, and average, as gradient accumulation would
             with micro-batches of that size: the same gradients, faster, at the memory of the whole batch. None: the batch as it is.
-        bank_size and the following: as in `DualBankInfoNCE`.
+        bank_size: "auto" takes 8 updates' worth of tuples, at most a sixteenth of the training rows, when a `ContAccumTrainer` or a
+            `ContAccumCallback` begins to train (see `contaccum.methods.auto_bank`); without them 1,024.
+        query_bank_size and the following: as in `DualBankInfoNCE`.
     """
 
     def __init__(
@@ -57,14 +60,13 @@ class ContAccumLoss(nn.Module):
         hardness_strength: float = 0.0,
         *,
         micro_batch_size: int | None = None,
-        bank_size: int = 1024,
+        bank_size: int | str = "auto",
         query_bank_size: int | None = None,
         past_encoder: bool = True,
         cache_hard_negatives: bool = True,
         mask_duplicates: bool = True,
         reduction: str = "paper",
-        drift_correction: str | None = None,
-        zero_sum: bool = False,
+        drift_correction: str | None = "auto",
         start_update: int = 0,
         query_bank_stop_update: int | None = None,
         bank_dtype: torch.dtype | None = None,
@@ -96,7 +98,6 @@ class ContAccumLoss(nn.Module):
             mask_duplicates=mask_duplicates,
             reduction=reduction,
             drift_correction=drift_correction,
-            zero_sum=zero_sum,
             start_update=start_update,
             query_bank_stop_update=query_bank_stop_update,
             bank_dtype=bank_dtype,
@@ -154,7 +155,6 @@ class ContAccumLoss(nn.Module):
             "mask_duplicates": criterion.mask_duplicates,
             "reduction": criterion.reduction,
             "drift_correction": criterion.drift_correction,
-            "zero_sum": criterion.zero_sum,
             "start_update": criterion.start_update,
             "query_bank_stop_update": criterion.query_bank_stop_update,
         }
@@ -234,7 +234,7 @@ def _slice(columns: list[Any], start: int, size: int) -> list[Any]:
 
 
 def _columns(sentence_features: Iterable[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    features = list(sentence_features)
+    features = [countable(column) for column in sentence_features]
     if len(features) < 2:
         raise ValueError(f"a query and a positive column are needed, but the batch has {len(features)}; check the data set's columns")
     return features

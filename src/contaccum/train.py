@@ -25,7 +25,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set
 from transformers.utils.logging import disable_progress_bar
 
 from contaccum.budget import limit_memory, peak_bytes
-from contaccum.config import AUTO, TrainConfig, load_config
+from contaccum.config import AUTO, TrainConfig, load_config, with_bank
 from contaccum.data.training import has_negatives, load_training_set, negative_columns, with_hard_negatives
 from contaccum.dev import DevLog, check_metric, dev_evaluator, metric_key
 from contaccum.diagnostics import Diagnostics
@@ -37,6 +37,7 @@ from contaccum.plan import planned
 from contaccum.provenance import provenance
 from contaccum.runlog import EpochOf, Progress, RunLog
 from contaccum.sizes import parse_bytes
+from contaccum.speed import can_unpad, check_compiler, check_unpadded, compile_towers, encoders, has_flash_attention, unpad_towers
 from contaccum.towers import dual_encoder
 from contaccum.trainer import ContAccumTrainer, last_complete_checkpoint
 
@@ -44,12 +45,13 @@ from contaccum.trainer import ContAccumTrainer, last_complete_checkpoint
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     """Train as `config` says and return the summary. With `resume`, go on from the newest complete checkpoint."""
     config.check()
+    _check_speed(config, torch.cuda.is_available())
     run = Path(config.output)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     main = int(os.environ.get("RANK", "0")) == 0
     auto = config.n_local == AUTO
-    if auto and resume:
-        config = _as_planned_before(run, config)
+    if resume:
+        config = _as_resolved_before(run, config)
     checkpoint = _checkpoint_to_resume(run, config) if resume else None
     if not resume and main:
         _refuse_used_folder(run)
@@ -61,12 +63,15 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         config = planned(config, len(columns), processes)
         if main:
             print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
-    batches = _batches(config, len(dataset), processes)
+    batches = cut(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
+    config = _bank_for(config, batches, len(dataset), processes, main)
     dev = _dev(config)
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = _towers(config)
+    _speed_up(config, model)
     loss = _loss(config, model, batches, processes)
+    config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
     trainer = (HalvingTrainer if auto and not get_method(config.method).whole else ContAccumTrainer)(
         model=model,
@@ -89,15 +94,18 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     return summary
 
 
-def _batches(config: TrainConfig, rows: int, processes: int) -> Batches:
-    """How an update is cut up; ValueError where the data is too small for it or for the bank."""
-    method = get_method(config.method)
-    batches = cut(method, config.n_total, config.n_local, processes, config.whole_updates)
-    if method.bank and config.bank > rows:
-        raise ValueError(f"bank={config.bank} is larger than the training set of {rows} rows; use at most that many")
+def _bank_for(config: TrainConfig, batches: Batches, rows: int, processes: int, main: bool) -> TrainConfig:
+    """`config` with its bank as a number; ValueError where the data is too small for it or for a batch."""
     if batches.per_process * processes > rows:
         raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {rows} rows")
-    return batches
+    auto, config = config.bank == "auto", with_bank(config, batches.micro_batch * processes, rows)
+    if not get_method(config.method).bank:
+        return config
+    if config.bank_size > rows:
+        raise ValueError(f"bank={config.bank} is larger than the training set of {rows} rows; use at most that many")
+    if auto and main:
+        print(f"note: bank={config.bank}, for updates of {config.n_total} and {rows:,} rows")
+    return config
 
 
 def _dev(config: TrainConfig) -> InformationRetrievalEvaluator | None:
@@ -119,12 +127,27 @@ def _towers(config: TrainConfig) -> SentenceTransformer:
     )
 
 
+def _check_speed(config: TrainConfig, cuda: bool) -> None:
+    if config.torch_compile:
+        check_compiler(cuda)
+    if config.unpad:
+        check_unpadded(config.precision, config.torch_compile, cuda)
+
+
+def _speed_up(config: TrainConfig, model: SentenceTransformer) -> None:
+    safe = config.precision != "fp32" and has_flash_attention() and all(map(can_unpad, encoders(model)))
+    if safe if config.unpad is None else config.unpad:
+        unpad_towers(model)
+    if config.torch_compile:
+        compile_towers(model)
+
+
 def _loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, processes: int) -> ContAccumLoss:
     return build_loss(
         get_method(config.method),
         model,
         batches,
-        config.bank,
+        config.bank_size,
         config.query_bank,
         config.similarity,
         scale=config.scale or {"dot": 1.0, "cosine": 20.0}[config.similarity],
@@ -135,7 +158,6 @@ def _loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, pro
         mask_duplicates=config.mask_duplicates,
         reduction=config.reduction,
         drift_correction=config.drift_correction,
-        zero_sum=config.zero_sum,
         bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
     )
 
@@ -182,12 +204,18 @@ def _checkpoint_to_resume(run: Path, config: TrainConfig) -> Path | None:
         return None
 
 
-def _as_planned_before(run: Path, config: TrainConfig) -> TrainConfig:
-    """What `n_local=auto` was when the run began."""
+def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
+    """What each "auto" was when the run began."""
     if not (run / "config.yaml").exists():
         return config
     stored = load_config(run / "config.yaml", {})
-    return replace(config, n_local=stored.n_local, gradient_checkpointing=stored.gradient_checkpointing)
+    if config.n_local == AUTO:
+        config = replace(config, n_local=stored.n_local, gradient_checkpointing=stored.gradient_checkpointing)
+    if config.bank == "auto":
+        config = replace(config, bank=stored.bank)
+    if config.drift_correction == "auto":
+        config = replace(config, drift_correction=stored.drift_correction)
+    return config
 
 
 def _refuse_used_folder(run: Path) -> None:
@@ -249,7 +277,7 @@ def _arguments(
         bf16=config.precision == "bf16",
         fp16=config.precision == "fp16",
         gradient_checkpointing=config.gradient_checkpointing,
-        torch_compile=config.torch_compile,
+        tf32=config.tf32 or None,
         seed=config.seed,
         save_strategy="steps" if save_every else "no",
         save_steps=save_every or 500,
@@ -260,8 +288,9 @@ def _arguments(
         save_total_limit=config.keep_checkpoints,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # would wait for the device at every micro-step
-        dataloader_num_workers=config.workers,
+        dataloader_num_workers=_workers(config),
         dataloader_pin_memory=torch.cuda.is_available(),
+        accelerator_config={"non_blocking": torch.cuda.is_available()},  # does not wait for the copy of a pinned batch
         dataloader_drop_last=processes > 1,  # processes must agree on the number of micro-batches
         # Each forward uses one tower. Looking for unused parameters then would take the other tower for such; but GradCache's replay, where
         # only the last mini-batch synchronises, needs just that.
@@ -271,6 +300,12 @@ def _arguments(
         use_cpu=not torch.accelerator.is_available(),  # without this, several processes on CPUs would each train alone
         disable_tqdm=True,
     )
+
+
+def _workers(config: TrainConfig) -> int:
+    if config.workers is None:
+        return 2 if torch.cuda.is_available() else 0
+    return config.workers
 
 
 def _finish(run: Path, model: Any, summary: dict[str, Any]) -> None:

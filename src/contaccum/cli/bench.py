@@ -22,6 +22,12 @@ def bench(
     passage_tokens: Annotated[int, typer.Option(help="tokens per passage")] = 256,
     hard_negatives: Annotated[int, typer.Option(help="per query")] = 1,
     precision: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
+    lengths: Annotated[str, typer.Option(help="of texts: fixed, or varied between a quarter of them and all")] = "fixed",
+    compile_: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--compile", help="compile the towers: layers, or stacks (slower to compile)"),
+    ] = None,
+    unpad: Annotated[bool, typer.Option("--unpad", help="compute no padding")] = False,
     memory: Annotated[Optional[str], typer.Option(help="hold the CUDA allocator to this, as 11GB")] = None,  # noqa: UP045
     ways: Annotated[Optional[str], typer.Option(help="some of them, with commas between (default: all)")] = None,  # noqa: UP045
     rounds: Annotated[int, typer.Option(help="turns of each way")] = 3,
@@ -46,6 +52,9 @@ def bench(
         "passage_tokens": passage_tokens,
         "hard_negatives": hard_negatives,
         "precision": precision,
+        "lengths": lengths,
+        "compile": compile_,
+        "unpad": unpad,
     }
     rows = []
     for total in _numbers("n-total", n_total):
@@ -58,15 +67,25 @@ def bench(
     if json_:
         print(json.dumps(rows))
         return
-    head = ["way", "N_total", "n", "bank", "ms an update", "over gradaccum", "samples/s", "peak MB"]
-    show_table([head, *map(_line, rows)])
+    show_table(table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Rows of `measure` for people."""
+    head = ["way", "N_total", "n", "bank", "towers", "ms an update", "over gradaccum", "samples/s", "peak MB", "of bf16 peak"]
+    return [head, *map(_line, rows)]
 
 
 def _line(row: dict[str, Any]) -> list[str]:
-    ratio, peak = row["time_over_gradaccum"], row["peak_bytes"]
+    ratio, memory, share = row["time_over_gradaccum"], row["peak_bytes"], row["peak_share"]
     sizes = [f"{row['n_total']:,}", f"{row['n_local']:,}", f"{row['bank']:,}" if row["banked"] else ""]
+    towers = " ".join(
+        [row["precision"], *([f"{row['compile']} compiled"] if row["compile"] else []), *(["unpadded"] if row["unpad"] else [])]
+    )
+    if row["out_of_memory"]:
+        return [row["way"], *sizes, towers, "out of memory", *[""] * 4]
     times = [f"{1000 * row['seconds']:.1f}", "" if ratio is None else f"x{ratio:.2f}", f"{row['samples_per_second']:.0f}"]
-    return [row["way"], *sizes, *times, "" if peak is None else f"{peak / 1e6:,.0f}"]
+    return [row["way"], *sizes, towers, *times, "" if memory is None else f"{memory / 1e6:,.0f}", "" if share is None else f"{share:.0%}"]
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from contaccum.cli.base import app
-from contaccum.config import TrainConfig
+from contaccum.config import TrainConfig, load_config
 
 if TYPE_CHECKING:
     from contaccum.plan import Plan
@@ -28,16 +28,17 @@ def plan(
     query_seq: Annotated[Optional[int], typer.Option(help="tokens of the longest query (default: as --seq)")] = None,  # noqa: UP045
     method: Annotated[str, typer.Option(help="as in train")] = TrainConfig.method,
     hard_negatives: Annotated[int, typer.Option(help="hard negatives per query")] = 1,
-    bank: Annotated[int, typer.Option(help="tuples in the bank")] = TrainConfig.bank,
+    bank: Annotated[str, typer.Option(help="tuples in the bank; auto: 8 updates' worth")] = str(TrainConfig.bank),
     query_bank: Annotated[Optional[int], typer.Option(help="queries in the bank, where fewer")] = None,  # noqa: UP045
     bank_dtype: Annotated[Optional[str], typer.Option(help="precision of the bank: float32 or bfloat16")] = None,  # noqa: UP045
-    drift_correction: Annotated[Optional[str], typer.Option(help="mean, or left out")] = None,  # noqa: UP045
+    drift_correction: Annotated[str, typer.Option(help="auto, mean+zero-sum, mean or none")] = str(TrainConfig.drift_correction),
     similarity: Annotated[str, typer.Option(help="dot or cosine")] = TrainConfig.similarity,
     pooling: Annotated[str, typer.Option(help="cls, mean or lasttoken")] = TrainConfig.pooling,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 (autocast)")] = TrainConfig.precision,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="recompute activations in the backward pass")
     ] = False,
+    torch_compile: Annotated[bool, typer.Option("--torch-compile", help="try it out with compiled layers; predicted without")] = False,
     tied: Annotated[bool, typer.Option("--tied", help="one tower for queries and passages")] = False,
     verify: Annotated[bool, typer.Option(help="where there is a GPU: run real updates in that memory")] = True,
     json_: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
@@ -51,25 +52,26 @@ def plan(
     from contaccum.plan import plan as run_plan
     from contaccum.plan.towers import longest
 
-    config = TrainConfig(
-        model=model,
-        passage_model=passage_model,
-        memory=memory,
-        n_total=n_total,
-        max_seq_length=seq or longest(model, passage_model, TrainConfig.max_seq_length),
-        method=method,
-        hard_negatives=hard_negatives,
-        bank=bank,
-        query_bank=query_bank,
-        bank_dtype=bank_dtype,
-        drift_correction=drift_correction,
-        similarity=similarity,
-        pooling=pooling,
-        precision=precision,
-        gradient_checkpointing=gradient_checkpointing,
-        tied=tied,
-    )
-    found = run_plan(config, query_seq, n_local=n_local, verify=verify)
+    asked = {
+        "model": model,
+        "passage_model": passage_model,
+        "memory": memory,
+        "n_total": n_total,
+        "max_seq_length": seq or longest(model, passage_model, TrainConfig.max_seq_length),
+        "method": method,
+        "hard_negatives": hard_negatives,
+        "bank": bank,
+        "query_bank": query_bank,
+        "bank_dtype": bank_dtype,
+        "drift_correction": drift_correction,
+        "similarity": similarity,
+        "pooling": pooling,
+        "precision": precision,
+        "gradient_checkpointing": gradient_checkpointing,
+        "torch_compile": torch_compile,
+        "tied": tied,
+    }
+    found = run_plan(load_config(None, asked), query_seq, n_local=n_local, verify=verify)
     print(json.dumps(found.as_dict()) if json_ else text(found))
 
 

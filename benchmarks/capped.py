@@ -1,0 +1,125 @@
+"""Samples per second in a memory cap: the official way, sentence-transformers' GradCache at its best, and ours as shipped, in one run.
+
+    python benchmarks/capped.py --json results/capped-h200.json                     # texts of full length
+    python benchmarks/capped.py --lengths varied --json results/capped-varied-h200.json
+
+BERT-base towers, queries of 32 and passages of 256 tokens, one hard negative, n_total samples per update. The official way is that of the
+paper's own code: n = 8, fp32 without TF32, the whole matrix. CachedMultipleNegativesRankingLoss gets bf16 and every mini-batch size up to
+n_total; its best counts. Ours is contaccum in bf16, drift correction included, with the n that `contaccum plan` finds for eager towers, and
+twice and four times it; without the correction it is shown beside it.
+Each is also shown with and without compiled and unpadded towers: what they bring to either. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from contaccum.bench import SIZES, Case, Workload, measure_cases, tower_config
+from contaccum.budget import limit_memory
+from contaccum.cli.base import show_table
+from contaccum.cli.bench import table
+from contaccum.config import TrainConfig
+from contaccum.plan import plan
+from contaccum.provenance import provenance
+from contaccum.sizes import parse_bytes
+
+SEED = 0
+OFFICIAL, CACHED, OURS, PLAIN = "official contaccum", "CachedMultipleNegativesRankingLoss", "contaccum (default)", "contaccum"
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="bert-base", choices=SIZES)
+    parser.add_argument("--memory", default="11GB")
+    parser.add_argument("--n-total", type=int, default=512)
+    parser.add_argument("--n-local", type=int, help="ours; left out: as planned")
+    parser.add_argument("--bank", type=int, default=1024)
+    parser.add_argument("--query-tokens", type=int, default=32)
+    parser.add_argument("--passage-tokens", type=int, default=256)
+    parser.add_argument("--lengths", default="fixed", choices=("fixed", "varied"))
+    parser.add_argument("--minis", type=int, nargs="+", default=[16, 32, 64, 128], help="mini-batches of GradCache")
+    parser.add_argument("--regions", nargs="+", default=["layers", "stacks"], help="what is compiled of the towers")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args()
+    if cannot := limit_memory(parse_bytes(args.memory)):
+        print(f"note: {cannot}")
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    shape = {name: getattr(args, name) for name in ("n_total", "bank", "query_tokens", "passage_tokens", "lengths")}
+    n = args.n_local or planned_size(args.model, args.memory, Workload(**shape, precision="bf16"))
+    rows = measure_cases(args.model, list(cases(Workload(**shape), n, args.minis, args.regions)), args.rounds, args.updates, seed=SEED)
+    show_table(table(rows))
+    told = ratios(rows)
+    for name, value in told.items():
+        print(f"{name}: {'not measured' if value is None else f'x{value:.2f}'}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        content = {"provenance": provenance(SEED), "memory": args.memory, "planned_n": n, "ratios": told, "rows": rows}
+        args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def cases(work: Workload, n: int, minis: Sequence[int], regions: Sequence[str]) -> Iterable[Case]:
+    half = replace(work, precision="bf16")
+    fast = replace(half, unpad=True, compile=regions[0])
+    yield Case(OFFICIAL, replace(work, n_local=8))
+    yield from (Case(CACHED, replace(half, n_local=mini)) for mini in minis)
+    yield from (Case(CACHED, replace(fast, n_local=mini)) for mini in minis[1:])
+    yield Case("gradaccum", replace(half, n_local=n))
+    yield Case("gradaccum", replace(fast, n_local=n))
+    yield Case(OURS, replace(half, n_local=n))
+    yield Case(OURS, replace(half, n_local=n, unpad=True))
+    yield Case(OURS, replace(half, n_local=n, compile=regions[0]))
+    yield Case(PLAIN, replace(half, n_local=n))
+    yield Case(PLAIN, replace(fast, n_local=n))
+    for region in regions:
+        sizes = sorted({8, n, 2 * n, 4 * n})
+        yield from (Case(OURS, replace(fast, n_local=size, compile=region)) for size in sizes if work.n_total % size == 0)
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Of samples per second, the best of ours over the best of each."""
+
+    def plain(row: Row) -> bool:
+        return not row["compile"] and not row["unpad"]
+
+    ours = best(rows, lambda row: row["way"] == OURS)
+    others = {
+        "over the official way (n = 8, fp32)": best(rows, lambda row: row["way"] == OFFICIAL),
+        f"over {CACHED} (bf16)": best(rows, lambda row: row["way"] == CACHED and plain(row)),
+        f"over {CACHED} (bf16, with our compiled and unpadded towers)": best(rows, lambda row: row["way"] == CACHED and not plain(row)),
+    }
+    return {name: ours / other if ours and other else None for name, other in others.items()}
+
+
+def best(rows: Sequence[Row], chosen: Callable[[Row], bool]) -> float | None:
+    return max((row["samples_per_second"] for row in rows if chosen(row) and not row["out_of_memory"]), default=None)
+
+
+def planned_size(size: str, memory: str, work: Workload) -> int:
+    """The n that `contaccum plan` gives for these towers."""
+    with tempfile.TemporaryDirectory() as folder:
+        tower_config(size).save_pretrained(folder)
+        config = TrainConfig(
+            model=folder,
+            memory=memory,
+            n_total=work.n_total,
+            bank=work.bank,
+            hard_negatives=work.hard_negatives,
+            max_seq_length=work.passage_tokens,
+            precision=work.precision,
+        )
+        return plan(config, work.query_tokens, alternatives=False).config.n_local
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The bench: rows for every case, out of memory included, and towers left as they were."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from contaccum import DualBankInfoNCE, bench
+from contaccum.bench import Case, Workload, measure, measure_cases, operations
+from contaccum.cli import main
+from contaccum.cli.bench import table
+from contaccum.speed import UNPADDED, compile_towers, encoders
+
+SMALL = Workload(n_total=8, n_local=4, bank=16, query_tokens=6, passage_tokens=12)
+ONCE = {"rounds": 1, "updates": 1, "device": "cpu"}
+
+
+def test_ways_take_turns_on_one_model(monkeypatch) -> None:
+    monkeypatch.setattr(bench, "_bf16_peak", lambda: 1e12)
+    ways = ["gradaccum", "contaccum", "contaccum (default)", "gradcache"]
+    rows = measure("tiny", SMALL, ways, **ONCE)
+    assert [row["way"] for row in rows] == ways
+    assert rows[0]["time_over_gradaccum"] == 1.0
+    for row in rows:
+        assert row["samples_per_second"] == pytest.approx(8 / row["seconds"])
+        assert 0 < row["peak_share"] < 1
+
+
+def test_the_papers_bank_and_ours_are_measured_apart(tiny_encoder) -> None:
+    corrections = {
+        name: bench.WAYS[name].build(tiny_encoder(), SMALL).criterion.drift_correction for name in bench.WAYS if "contaccum" in name[:9]
+    }
+    assert corrections == {"contaccum": None, "contaccum (default)": DualBankInfoNCE().drift_correction}
+
+
+def test_out_of_memory_is_a_row_and_the_others_go_on(monkeypatch) -> None:
+    official = bench.OfficialLoss.forward
+
+    def forward(self, features, labels=None):
+        if len(features[0]["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return official(self, features, labels)
+
+    monkeypatch.setattr(bench.OfficialLoss, "forward", forward)
+    rows = measure("tiny", SMALL, ["official contaccum", "gradaccum"], rounds=2, updates=1, device="cpu")
+    assert [row["out_of_memory"] for row in rows] == [True, False]
+    assert rows[0]["seconds"] is None
+    assert "out of memory" in table(rows)[1]
+    assert len(rows[1]["all_seconds"]) == 2
+
+
+def test_fast_towers_are_plain_again_after_their_turn(monkeypatch) -> None:
+    seen: list[tuple[bool, str]] = []
+    models = []
+    build, update = bench.random_encoder, bench._update
+
+    def remember(size, tokens):
+        models.append(build(size, tokens))
+        return models[-1]
+
+    def look(model, *rest):
+        encoder = next(encoders(model))
+        seen.append((encoder.encoder.layer[0]._compiled_call_impl is not None, encoder.config._attn_implementation))
+        update(model, *rest)
+
+    monkeypatch.setattr(bench, "random_encoder", remember)
+    monkeypatch.setattr(bench, "_update", look)
+    monkeypatch.setattr(bench, "compile_towers", partial(compile_towers, backend="eager"))
+    fast = Workload(**{**vars(SMALL), "compile": "layers", "unpad": True, "lengths": "varied"})
+    measure_cases("tiny", [Case("contaccum", fast), Case("gradaccum", SMALL)], **ONCE)
+    assert seen == [(True, UNPADDED)] * 3 + [(False, "sdpa")] * 3
+    assert all("forward" not in vars(encoder) for encoder in encoders(models[0]))
+
+
+def test_varied_lengths_are_the_same_for_every_way_and_padded_to_the_longest() -> None:
+    work = Workload(**{**vars(SMALL), "lengths": "varied", "n_total": 64})
+    lengths = bench._lengths(work, 0)
+    assert torch.equal(lengths, bench._lengths(work, 0))
+    assert not torch.equal(lengths, bench._lengths(work, 1))
+    assert (lengths.amin(0).tolist(), lengths.amax(0).tolist()) == ([1, 3, 3], [6, 12, 12])
+    column = bench._features(torch.nn.Module.__new__(_OnCPU), "document", lengths[:4, 1])
+    assert column["attention_mask"].sum(1).tolist() == lengths[:4, 1].tolist()
+    assert column["input_ids"].shape[1] == lengths[:4, 1].max()
+
+
+class _OnCPU(torch.nn.Module):
+    device = torch.device("cpu")
+
+
+def test_operations_are_six_per_weight_and_token_and_a_third_more_by_gradcache() -> None:
+    layers, width, _ = bench.SIZES["bert-base"]
+    work = Workload(n_total=2, query_tokens=32, passage_tokens=256)
+    tokens, squares = 2 * (32 + 512), 2 * (32**2 + 2 * 256**2)
+    expected = 6 * 12 * layers * width**2 * tokens + 12 * layers * width * squares
+    assert operations("bert-base", Case("contaccum", work), 0) == expected
+    assert operations("bert-base", Case("gradcache", work), 0) == pytest.approx(4 / 3 * expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lengths": "some"}, "lengths 'some' is unknown; choose one of fixed, varied"),
+        ({"compile": "all"}, "compile 'all' is unknown; choose one of layers, stacks"),
+        ({"n_local": 3}, "n_total=8 is not a multiple of n_local=3"),
+    ],
+)
+def test_mistakes_are_one_clear_line(changes, told) -> None:
+    with pytest.raises(ValueError, match=told):
+        measure("tiny", Workload(**{**vars(SMALL), **changes}), ["gradaccum"], **ONCE)
+
+
+def test_command_writes_rows_with_their_provenance(tmp_path, monkeypatch, capsys) -> None:
+    file = tmp_path / "rows.json"
+    words = "--model tiny --n-total 4 --n-local 2 --bank 8 --query-tokens 4 --passage-tokens 8 --rounds 1 --updates 1 --unpad"
+    monkeypatch.setattr("sys.argv", ["contaccum", "bench", *words.split(), "--ways", "gradaccum", "--output", str(file)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    content = json.loads(file.read_text())
+    assert content["rows"][0]["unpad"] is True
+    assert content["provenance"]["versions"]["torch"]
+    assert "fp32 unpadded" in capsys.readouterr().out
