@@ -61,6 +61,12 @@ class ReferenceInfoNCE:
         if self.similarity == "cosine":
             queries, positives = queries / queries.norm(dim=-1, keepdim=True), positives / positives.norm(dim=-1, keepdim=True)
             negatives = None if negatives is None else negatives / negatives.norm(dim=-1, keepdim=True)
+        active = self.updates >= self.start_update
+        if self.drift_correction == "mean+zero-sum" and active and self.bank_size:
+            passages = torch.cat([positives[:, None], *([] if negatives is None else [negatives])], 1)
+            if passages.shape[0] * passages.shape[1] > 1:
+                passages.register_hook(lambda gradient: gradient - gradient.mean((0, 1)))
+            positives, negatives = passages[:, 0], None if negatives is None else passages[:, 1:]
         current = []
         for i in range(len(queries)):
             passages = [positives[i], *([] if negatives is None else list(negatives[i]))]
@@ -68,9 +74,8 @@ class ReferenceInfoNCE:
             keys = None if passage_keys is None or not self.mask_duplicates else passage_keys[i].tolist()
             current.append(Tuple(queries[i], passages, query_key, keys))
 
-        active = self.updates >= self.start_update
         bank = self.bank if active else []
-        if self.drift_correction == "mean" and active and self.bank_size:
+        if self.drift_correction is not None and active and self.bank_size:
             self.recent, self.in_update = [*self.recent, *current], self.in_update + len(current)
             bank = [self._moved(t, +1) for t in bank]
         query_bank_on = self.query_bank_stop_update is None or self.updates < self.query_bank_stop_update

@@ -66,7 +66,7 @@ def test_a_tied_tower_has_one_norm_and_no_ratio(tiny_encoder, tmp_path) -> None:
 @pytest.mark.parametrize("negatives", [0, 2])
 def test_similarity_mass_equals_the_softmax_by_hand(similarity: str, negatives: int) -> None:
     torch.manual_seed(0)
-    criterion = DualBankInfoNCE(bank_size=12, scale=0.7, similarity=similarity, mask_duplicates=False)
+    criterion = DualBankInfoNCE(bank_size=12, scale=0.7, similarity=similarity, mask_duplicates=False, drift_correction=None)
     seen: list[Scores] = []
     criterion.observers.append(lambda step: seen.append(Scores.of(step)))
     for micro_step in range(9):  # updates of two micro-steps of 3, the bank full from the fifth on
@@ -113,7 +113,7 @@ def test_a_run_tells_time_memory_mass_and_drift(jsonl, model_folder, tmp_path) -
 
 def test_the_banks_shift_is_a_distance_of_means_over_the_spread() -> None:
     torch.manual_seed(0)
-    plain, corrected = DualBankInfoNCE(bank_size=64), DualBankInfoNCE(bank_size=64, drift_correction="mean")
+    plain, corrected = DualBankInfoNCE(bank_size=64, drift_correction=None), DualBankInfoNCE(bank_size=64)
     for step in range(16):
         for criterion in (plain, corrected):
             assert (bank_shift(criterion.bank) is None) == (step * 8 < 64)
@@ -133,14 +133,26 @@ def test_troubles_are_named_with_their_remedy() -> None:
     assert list(troubles([calm] * 3)) == []
     assert list(troubles([{"grad_norm_ratio": None, "bank_shift": None}])) == []
     ((kind, text),) = troubles([calm, calm | {"bank_shift": {"query": 0.5, "passage": 2.04}}])
-    assert (kind, "shifted by 2.0 of their spread" in text, 'drift_correction="mean"' in text) == ("shift", True, True)
+    assert (kind, "shifted by 2.0 of their spread" in text) == ("shift", True)
+    assert 'use drift_correction="mean+zero-sum", a smaller bank' in text
     ((kind, text),) = troubles([calm, calm | {"grad_norm_ratio": 12.0}, calm | {"grad_norm_ratio": 31.0}])
-    assert (kind, "12 times" in text) == ("ratio", True)
+    assert (kind, "12 times" in text, "query_bank_size=None" in text) == ("ratio", True, True)
+    assert 'use drift_correction="mean+zero-sum", as many queries as passages' in text
+    ((kind, text),) = troubles([calm | {"grad_norm_ratio": 0.05}])
+    assert (kind, "0.05 times" in text) == ("ratio", True)
+
+
+def test_what_is_done_already_is_no_remedy() -> None:
+    line = {"bank_shift": {"query": 3.0, "passage": 2.0}, "grad_norm_ratio": 40.0}
+    told = dict(troubles([line], "mean+zero-sum"))
+    assert told["shift"].endswith("use a smaller bank or a lower learning rate")
+    assert "drift_correction" not in told["ratio"]
+    assert all('"mean+zero-sum"' in text for text in dict(troubles([line], "mean")).values())
 
 
 def test_a_bank_that_drifts_is_warned_of_once(tiny_encoder, tmp_path) -> None:
     model = tiny_encoder(dropout=0.0)
-    loss = ContAccumLoss(model, bank_size=8, scale=100.0)
+    loss = ContAccumLoss(model, bank_size=32, scale=100.0, drift_correction=None)
     diagnostics = Diagnostics(tmp_path / "d.jsonl", loss, every=1)
     with pytest.warns(UserWarning, match="have shifted by") as told:
         trained(model, tmp_path / "run", loss=loss, callbacks=[diagnostics], learning_rate=0.1, num_train_epochs=4)
@@ -149,7 +161,7 @@ def test_a_bank_that_drifts_is_warned_of_once(tiny_encoder, tmp_path) -> None:
 
 def test_without_learning_nothing_drifts(tiny_encoder, tmp_path) -> None:
     model = tiny_encoder(dropout=0.0)
-    loss = ContAccumLoss(model, bank_size=16)
+    loss = ContAccumLoss(model, bank_size=16, drift_correction=None)  # a mean of other samples is another mean
     diagnostics = Diagnostics(tmp_path / "d.jsonl", loss, drift_every=2)
     options = arguments(tmp_path / "run", learning_rate=0.0)
     ContAccumTrainer(model=model, args=options, train_dataset=dataset(), loss=loss, callbacks=[diagnostics]).train()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,16 +25,24 @@ def step(
     return loss, grad_queries, grad_passages
 
 
-@pytest.mark.parametrize("correction", [None, "mean"])
 @pytest.mark.parametrize("h", [0, 2])
-def test_zero_sum_takes_their_means_off_the_gradients_and_nothing_else(h: int, correction: str | None) -> None:
-    plain, balanced = (DualBankInfoNCE(20, 0.3, drift_correction=correction, zero_sum=z) for z in (False, True))
+def test_zero_sum_takes_their_mean_off_the_gradients_on_passages_and_nothing_else(h: int) -> None:
+    plain, balanced = (DualBankInfoNCE(20, 0.3, drift_correction=correction) for correction in ("mean", "mean+zero-sum"))
     for seed in range(6):
         (loss, on_queries, on_passages), found = (step(criterion, h=h, seed=seed) for criterion in (plain, balanced))
         assert torch.equal(found[0], loss)
-        assert torch.allclose(found[1], on_queries - on_queries.mean(0), atol=1e-7)
+        assert torch.equal(found[1], on_queries)
         assert torch.allclose(found[2], on_passages - on_passages.mean((0, 1)), atol=1e-7)
     assert on_passages.sum((0, 1)).norm() > 100 * found[2].sum((0, 1)).norm(), "there was nothing to take off"
+
+
+def test_a_micro_batch_of_one_passage_keeps_its_gradient() -> None:
+    """Else micro-batches of one sample would never train the passage tower."""
+    plain, balanced = (DualBankInfoNCE(20, 0.3, drift_correction=correction) for correction in ("mean", "mean+zero-sum"))
+    for seed in range(4):
+        (_, _, on_passage), (_, _, found) = (step(criterion, n=1, seed=seed) for criterion in (plain, balanced))
+    assert found.abs().max() > 1e-3
+    assert torch.equal(found, on_passage)
 
 
 @pytest.mark.parametrize("h", [0, 2])
@@ -57,16 +67,47 @@ def test_passages_follow_the_queries_mean_unless_the_bank_is_read_with_the_prese
     """The loop that makes a plain bank run away, and what breaks it."""
     moved = torch.zeros(D)
     moved[0] = 2.0
-    plain = push(DualBankInfoNCE(256, 0.3), moved)
+    plain = push(DualBankInfoNCE(256, 0.3, drift_correction=None), moved)
     assert torch.cosine_similarity(plain, moved, dim=0) > 0.8
     corrected = push(DualBankInfoNCE(256, 0.3, drift_correction="mean"), moved)
     assert corrected[0] < 0.3 * plain[0]
-    assert push(DualBankInfoNCE(256, 0.3, zero_sum=True), moved).norm() < 1e-4 * plain.norm()
+    assert push(DualBankInfoNCE(256, 0.3, drift_correction="mean+zero-sum"), moved).norm() < 1e-4 * plain.norm()
 
 
-def test_zero_sum_is_part_of_the_losses_configuration(tiny_encoder) -> None:
-    from contaccum import ContAccumLoss
+def test_nothing_balances_a_bank_of_passages_alone_but_zero_sum() -> None:
+    """Even without any drift all passages are pulled towards the queries."""
+    stays = torch.zeros(D)
+    stays[0] = 2.0
 
-    loss = ContAccumLoss(tiny_encoder(), zero_sum=True)
-    assert loss.criterion.zero_sum
-    assert loss.get_config_dict()["zero_sum"] is True
+    def pull(correction: str | None, queries: int) -> float:
+        criterion = DualBankInfoNCE(64, 0.3, query_bank_size=queries, drift_correction=correction, reduction="local")
+        return float(sum(-step(criterion, query_mean=stays, seed=seed)[2].sum((0, 1))[0] for seed in range(60)) / 60)
+
+    assert pull(None, queries=0) > 0.3
+    assert abs(pull(None, queries=64)) < 0.3 * pull(None, queries=0)
+    assert abs(pull("mean+zero-sum", queries=0)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "resolved"),
+    [
+        ({}, "mean+zero-sum"),
+        ({"bank_size": "auto"}, "mean+zero-sum"),
+        ({"query_bank_size": 3}, "mean+zero-sum"),
+        ({"query_bank_stop_update": 2}, "mean+zero-sum"),
+        ({"query_bank_size": 0}, "mean+zero-sum"),
+        ({"past_encoder": False}, None),
+        ({"bank_size": 0}, None),
+        ({"drift_correction": None}, None),
+        ({"drift_correction": "mean"}, "mean"),
+        ({"drift_correction": "mean", "query_bank_size": 0}, "mean"),
+    ],
+)
+def test_auto_corrects_where_the_bank_holds_vectors_of_older_weights(tiny_encoder, options: dict[str, Any], resolved: str | None) -> None:
+    from contaccum import CachedContAccumLoss, ContAccumLoss
+
+    assert DualBankInfoNCE(**options).drift_correction == resolved
+    for kind in (ContAccumLoss, CachedContAccumLoss):
+        loss = kind(tiny_encoder(), **options)
+        assert loss.criterion.drift_correction == resolved
+        assert loss.get_config_dict()["drift_correction"] == resolved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 
 from contaccum.cli import app
+from contaccum.experiments import runner
 from contaccum.experiments.figures import mass_per_passage
 from contaccum.experiments.grid import SCALES
 from contaccum.experiments.runner import EXPERIMENTS, Request, planned, reproduce
-from contaccum.experiments.tables import markdown
+from contaccum.experiments.tables import markdown, table_of
+from contaccum.methods import METHODS
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -54,6 +57,42 @@ def test_every_experiment_ends_with_results_table_and_figure(found, folder: Path
     names = ["results.json", "table.md", f"{name}.png", f"{name}.svg"]
     assert found[name]["files"] == [folder / name / file for file in names]
     assert all(file.stat().st_size > 100 for file in found[name]["files"])
+
+
+def test_the_papers_cells_keep_the_papers_bank(tmp_path: Path) -> None:
+    """Whatever the default is: only cells that say so are corrected."""
+    for name, scale in ((name, scale) for name in EXPERIMENTS for scale in SCALES):
+        for cell in planned(Request(name, tmp_path, scale=scale)):
+            if cell.kind != "train" or not METHODS[cell.options["method"]].bank:
+                continue
+            ours = "mean+zero-sum" if "zero-sum" in cell.group else "mean" if re.search(" mean(,|$)", cell.group) else None
+            assert cell.options["drift_correction"] == ours, cell.group
+            assert isinstance(cell.options["bank"], int)
+
+
+def test_speed_has_a_large_bank_that_bank_size_has_not(tmp_path: Path) -> None:
+    for scale in ("small", "paper"):
+        speed, quality = (planned(Request(name, tmp_path, scale=scale)) for name in ("speed", "bank-size"))
+        assert 8192 in {cell.facts["bank"] for cell in speed}
+        assert 8192 not in {cell.facts["bank"] for cell in quality}
+    assert {(cell.options["rounds"], cell.options["updates"]) for cell in planned(Request("speed", tmp_path, scale="small"))} == {(2, 2)}
+
+
+def test_a_way_that_ran_out_of_memory_is_told_and_not_drawn() -> None:
+    def way(name: str, seconds: float | None) -> dict[str, Any]:
+        ratio = None if seconds is None else 2.0
+        return {"way": name, "seconds": seconds, "time_over_gradaccum": ratio, "out_of_memory": seconds is None}
+
+    times = {8: (0.1, 0.3, None), 16: (0.2, None, None)}
+    rows = [
+        {"group": f"N_total = {n}", "facts": {"N_total": n, "bank": 16}, "ways": [way(name, s) for name, s in zip("abc", of, strict=True)]}
+        for n, of in times.items()
+    ]
+    assert line_data(EXPERIMENTS["speed"].draw(rows, "")) == {"a": ([8, 16], [0.1, 0.2]), "b": ([8], [0.3])}
+    assert table_of(rows)[1:] == [
+        ["N_total = 8", "100.0 ms (x2.00)", "300.0 ms (x2.00)", "out of memory"],
+        ["N_total = 16", "200.0 ms (x2.00)", "out of memory", "out of memory"],
+    ]
 
 
 def test_metrics_are_those_of_the_cells_run_files(found, folder: Path) -> None:
@@ -216,6 +255,7 @@ def test_other_data_sets(dataset: str, tmp_path: Path) -> None:
         (["main", "--set", "method=dpr"], "--set method is the experiment's own"),
         (["main", "--dataset", "acl"], "acl needs --data"),
         (["main", "--only", "nobody"], "--only 'nobody' names no cell"),
+        (["main", "--set", "bank=auto"], "--set bank=auto is no bank of the paper's"),
     ],
 )
 def test_mistakes_are_named(words: list[str], message: str, tmp_path: Path) -> None:

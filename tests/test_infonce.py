@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contaccum import DualBankInfoNCE
-from contaccum.infonce import Columns, Rows, naive_dual_bank_infonce
+from contaccum.infonce import Columns, Rows, naive_dual_bank_infonce, row_log_sums, tensor_cores
 from reference import ReferenceInfoNCE
 
 D = 6
@@ -48,6 +48,7 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 def assert_same_run(options: dict[str, Any], sizes: list[int], h: int, dtype: torch.dtype, keyed: bool, updates_every: int = 3) -> None:
     """Both versions over one run. The reference computes in float64 from the same (rounded) vectors."""
     tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    options = {"drift_correction": None, **options}
     criterion, reference = DualBankInfoNCE(**options), ReferenceInfoNCE(**options)
     for step, n in enumerate(sizes):
         batch = micro_batch(n, h, seed=step, dtype=dtype, keyed=keyed)
@@ -62,7 +63,7 @@ def assert_same_run(options: dict[str, Any], sizes: list[int], h: int, dtype: to
             criterion.after_update(0.5)
             reference.after_update(0.5)
     assert len(criterion.bank) == len(reference.bank)
-    if reference.bank and options.get("drift_correction") is None:
+    if reference.bank and options["drift_correction"] is None:
         assert torch.allclose(criterion.bank.ages, torch.tensor([t.age for t in reference.bank]))
         assert torch.allclose(criterion.bank.passages.double(), torch.stack([torch.stack(t.passages) for t in reference.bank]))
 
@@ -81,7 +82,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "reduction": draw(st.sampled_from(["paper", "local"])),
         "mask_duplicates": draw(st.booleans()),
         "cache_hard_negatives": draw(st.booleans()),
-        "drift_correction": draw(st.sampled_from([None, None, "mean"])),
+        "drift_correction": draw(st.sampled_from([None, None, "mean", "mean+zero-sum"])),
         "past_encoder": draw(st.sampled_from([True, True, True, False])),
         "start_update": draw(st.sampled_from([0, 0, 0, 2])),
         "query_bank_stop_update": draw(st.sampled_from([None, None, None, 3])),
@@ -97,9 +98,10 @@ def test_loss_and_gradients_equal_the_reference(run: dict[str, Any], dtype: torc
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 @pytest.mark.parametrize("h", [0, 2])
-def test_drift_correction_equals_the_reference(similarity: str, h: int) -> None:
+@pytest.mark.parametrize("correction", ["mean", "mean+zero-sum"])
+def test_drift_correction_equals_the_reference(similarity: str, h: int, correction: str) -> None:
     """Updates of uneven size, so that the window of the mean changes; several times around the bank."""
-    options = {"bank_size": 14, "query_bank_size": 9, "similarity": similarity, "scale": 2.0, "drift_correction": "mean"}
+    options = {"bank_size": 14, "query_bank_size": 9, "similarity": similarity, "scale": 2.0, "drift_correction": correction}
     assert_same_run(options, sizes=[3, 2, 4, 1, 5, 4, 4, 4, 2, 3, 20, 4, 4, 4, 4, 4, 4], h=h, dtype=torch.float64, keyed=True)
 
 
@@ -160,8 +162,70 @@ def test_bank_rows_move_the_passage_tower() -> None:
     """With a query bank the passages' gradient changes and the queries' share of it shrinks with the denominator alone."""
     gradients = {}
     for query_bank_size in (0, 8):
-        criterion = DualBankInfoNCE(bank_size=8, query_bank_size=query_bank_size, reduction="local")
+        criterion = DualBankInfoNCE(bank_size=8, query_bank_size=query_bank_size, reduction="local", drift_correction=None)
         for seed in range(3):
             gradients[query_bank_size] = loss_and_gradients(criterion, micro_batch(4, 0, seed, torch.float64, keyed=False))[1]
     assert torch.allclose(gradients[0][0], gradients[8][0], rtol=1e-12)
     assert relative_error(gradients[0][1], gradients[8][1]) > 0.05
+
+
+def test_tensor_cores_are_asked_for_on_cuda_alone_and_the_setting_comes_back() -> None:
+    """The setting exists without a device. Full precision stays full precision, here and where something fails."""
+    matmul = torch.backends.cuda.matmul
+    name, fast = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    assert before != fast
+    with tensor_cores(torch.device("cpu")):
+        assert getattr(matmul, name) == before
+    entered = tensor_cores(torch.device("cuda"))
+    entered.__enter__()
+    assert getattr(matmul, name) == fast
+    assert not entered.__exit__(KeyError, KeyError(), None), "an error inside must go on"
+    assert getattr(matmul, name) == before
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def bank_of_unit_vectors(size: int, keyed: bool) -> tuple[Rows, Columns]:
+    generator = torch.Generator().manual_seed(0)
+    queries, passages = (torch.randn(size, *shape, generator=generator) for shape in ((384,), (2, 384)))
+    passages[:, 0] += queries  # positives score high
+    keys = torch.randint(size, (size, 3), generator=generator)
+    ids = torch.arange(size)
+    queries, passages = torch.nn.functional.normalize(queries, dim=-1), torch.nn.functional.normalize(passages, dim=-1)
+    if not keyed:
+        return Rows(queries, ids), Columns(passages, ids)
+    return Rows(queries, ids, keys[:, 0], keys[:, 1]), Columns(passages, ids, keys[:, 0], keys[:, 1:])
+
+
+def moved(part: Rows | Columns, *where: Any) -> Any:
+    """Vectors, keys and ids to a device, vectors to a precision."""
+    values = {name: None if value is None else value.to(*where) for name, value in vars(part).items() if name in ("queries", "passages")}
+    keys = {name: None if value is None else value.to(where[0]) for name, value in vars(part).items() if name not in values}
+    return type(part)(**values, **keys)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_row_log_sums_are_those_of_the_scaled_scores(keyed: bool) -> None:
+    rows, columns = (moved(part, "cpu", torch.float64) for part in bank_of_unit_vectors(300, keyed))
+    scores = 20 * torch.einsum("rd,mcd->rmc", rows.queries, columns.passages)
+    if keyed:
+        same = rows.positive_keys[:, None, None] == columns.passage_keys
+        same[:, :, 0] |= rows.query_keys[:, None] == columns.query_keys
+        same[:, :, 0] &= ~torch.eye(300, dtype=torch.bool)
+        assert same.any()
+        scores = scores.masked_fill(same, -torch.inf)
+    found = row_log_sums(rows, columns, 20.0)
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, scores.flatten(1).logsumexp(1), rtol=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keyed", [False, True])
+def test_row_log_sums_on_tensor_cores_are_close_to_exact_ones(keyed: bool) -> None:
+    rows, columns = bank_of_unit_vectors(4096, keyed)
+    exact = row_log_sums(moved(rows, "cpu", torch.float64), moved(columns, "cpu", torch.float64), 20.0)
+    found = row_log_sums(moved(rows, "cuda"), moved(columns, "cuda"), 20.0)
+    assert (found.cpu() - exact).abs().max() < 1e-3
+    in_double = row_log_sums(moved(rows, "cuda", torch.float64), moved(columns, "cuda", torch.float64), 20.0)
+    assert (in_double.cpu() - exact).abs().max() < 1e-12
+    assert torch.get_float32_matmul_precision() == "highest", "the setting did not come back"

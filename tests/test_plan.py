@@ -22,7 +22,7 @@ from contaccum.config import TrainConfig
 from contaccum.plan import Measured, Plan, Planner, plan, planned
 from contaccum.plan.allocator import MIB, CachingAllocator, OutOfBudget
 from contaccum.plan.cuda import CudaSemantics
-from contaccum.plan.loss import bank_loss, record_loss
+from contaccum.plan.loss import accept_arrivals, bank_loss, record_loss
 from contaccum.plan.measure import measure, verified, write_model, write_texts
 from contaccum.plan.predict import Predictor
 from contaccum.plan.towers import DROP, Encoder, can_checkpoint, inputs, record, record_passes
@@ -190,8 +190,8 @@ BANKS = {
     "plain": {},
     "hard negatives": {"hard_negatives": 2},
     "positives only": {"hard_negatives": 2, "cache_hard_negatives": False},
+    "paper": {"drift_correction": None, "hard_negatives": 1},
     "mean": {"drift_correction": "mean"},
-    "mean, hard negatives": {"drift_correction": "mean", "hard_negatives": 1},
     "bfloat16": {"bank_dtype": "bfloat16", "hard_negatives": 1},
     "fewer queries": {"query_bank": 7},
     "no queries": {"method": "prebatch"},
@@ -255,12 +255,17 @@ def recorded_update(config: TrainConfig, samples: int, micro_steps: int, workspa
             tasks = ["query", *["document"] * (1 + (config.hard_negatives or 0))]
             batches = [[{**inputs(samples, TOKENS), "task": task} for task in tasks] for _ in range(micro_steps)]
             for batch in batches:
-                loss([dict(features) for features in batch]).backward()
+                value = loss([dict(features) for features in batch])
+                accept_arrivals(loss.criterion.bank)
+                value.backward()
+                del value
                 if update == 0 and batch is batches[0]:
                     loss.criterion.bank._count = 2 * config.bank
             optimizer.step()
             optimizer.zero_grad()
     gc.enable()
+    if loss.criterion.bank.size:
+        assert loss.criterion.bank.count == 2 * config.bank_size + 2 * micro_steps * samples, "something did not enter"
     trace = recorder.trace()
     allocator = CachingAllocator()
     for size in [workspace, workspace, *(t.nbytes for t in [*towers.parameters(), *towers.buffers()])]:
@@ -280,7 +285,8 @@ UPDATES = {
     "bf16": {"precision": "bf16", "hard_negatives": 1},
     "checkpointing": {"gradient_checkpointing": True},
     "tied": {"tied": True},
-    "mean": {"drift_correction": "mean", "bank": 300},
+    "larger bank": {"bank": 300},
+    "paper": {"drift_correction": None, "bank": 300},
     "one micro-step": {"method": "dpr", "n_total": 12},
 }
 
@@ -320,10 +326,10 @@ MEASURED = ("contaccum", "contaccum-gradcache", "dpr", "gradaccum", "gradcache")
 def test_prediction_is_close_to_what_was_measured(method: str) -> None:
     measured = json.loads((ROOT / "results" / "train-acl-h200.json").read_text())[method]["summary"]
     model = BertConfig(hidden_size=384, num_hidden_layers=3, num_attention_heads=12, intermediate_size=1536)
-    config = TrainConfig(model=model, method=method, n_total=128, n_local=8, bank=1024, max_seq_length=128)
+    config = TrainConfig(model=model, method=method, n_total=128, n_local=8, bank=1024, max_seq_length=128, drift_correction=None)
     predicted = Predictor(config).predict(config)
     assert 0.95 <= predicted.peak_bytes / measured["peak_bytes"] <= 1.10
-    assert predicted.bank_bytes == measured["bank_bytes"]
+    assert predicted.bank_bytes == pytest.approx(measured["bank_bytes"], rel=0.01)  # rows then had ids and keys of their own
 
 
 # Choices ---------------------------------------------------------------------------------------------------------------
@@ -362,7 +368,7 @@ def test_what_would_buy_more_is_told() -> None:
 
 def test_bert_base_gets_the_papers_micro_batch_in_11_gb() -> None:
     found = plan(TrainConfig(model=BertConfig(), memory="11GB", hard_negatives=1), alternatives=False)
-    assert (found.config.n_local, found.micro_batches, found.bank) == (8, 16, 2048)
+    assert (found.config.n_local, found.micro_batches, found.bank) == (8, 16, 1024)
     assert 109e6 * 4 * 2 < found.prediction.parts["parameters"] < 111e6 * 4 * 2
 
 
@@ -424,6 +430,8 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "n = 32, K = 1, bank = 16" in out
     assert "speed is not predicted" in out
+    assert run_cli(monkeypatch, *common[:-2], "--memory", "500MB", "--drift-correction", "none", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bank"] == 8 * 32
 
 
 @pytest.mark.parametrize(
@@ -432,6 +440,8 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         (("--memory", "1MB"), "memory 1MB is too small"),
         (("--memory", "much"), "memory 'much' is not a size; write it as 11GB"),
         (("--memory", "1GB", "--model", "no/such/folder"), "no model can be read from no/such/folder"),
+        (("--memory", "1GB", "--bank", "large"), "bank='large' is not of type int, nor auto"),
+        (("--memory", "1GB", "--drift-correction", "both"), "drift_correction='both' is unknown; choose one of auto, mean+zero-sum, mean"),
         (("--memory", "1GB", "--n-local", "5"), "n_total=32 is not a multiple of n_local=5; use n_total=30"),
     ],
 )
@@ -450,14 +460,18 @@ def test_a_model_folder_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert 1.0e9 < told["peak_bytes"] < 1.5e9
 
 
-def test_train_plans_n_local_and_resumes_with_it(monkeypatch: pytest.MonkeyPatch, model_folder: str, jsonl: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bank", "resolved"), [(16, 16), ("auto", 16)])  # 48 rows: the micro-batch of 16 decides
+def test_train_plans_n_local_and_resumes_with_it(
+    monkeypatch: pytest.MonkeyPatch, model_folder: str, jsonl: Any, tmp_path: Path, bank: int | str, resolved: int
+) -> None:
     from contaccum.config import AUTO, load_config
 
-    options = {"data": jsonl(48), "model": model_folder, "output": tmp_path / "run", "n_total": 16, "bank": 16, "max_seq_length": 32}
+    options = {"data": jsonl(48), "model": model_folder, "output": tmp_path / "run", "n_total": 16, "bank": bank, "max_seq_length": 32}
     options |= {"n_local": "auto", "memory": "500MB", "max_updates": 4, "save_every": 2, "diagnose_every": 0}
     arguments = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     assert run_cli(monkeypatch, "train", *arguments) == 0
-    assert load_config(tmp_path / "run" / "config.yaml", {}).n_local == 16
+    stored = load_config(tmp_path / "run" / "config.yaml", {})
+    assert (stored.n_local, stored.bank, stored.drift_correction) == (16, resolved, "mean+zero-sum")
     for made in ("summary.json", "model", "checkpoints/checkpoint-4"):  # as if it had been killed
         shutil.move(tmp_path / "run" / made, tmp_path / made.replace("/", "-"))
     assert run_cli(monkeypatch, "train", *arguments, "--resume") == 0

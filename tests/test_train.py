@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from contaccum.config import TrainConfig, load_config
+from contaccum.config import TrainConfig, load_config, with_bank
 from contaccum.data.training import load_training_set, with_hard_negatives
 from contaccum.logfile import read_log
 from contaccum.methods import METHODS, cut
@@ -156,6 +156,46 @@ def test_sizes_as_people_write_them(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("method", "rows", "processes", "expected"),
+    [
+        ("contaccum", 10_000, 1, 8 * 16),
+        ("contaccum", 160, 1, 10),
+        ("contaccum", 64, 1, 4),
+        ("contaccum", 64, 2, 8),  # both processes' micro-batches enter at once
+        ("contaccum-gradcache", 64, 1, 16),
+    ],
+)
+def test_automatic_bank_is_eight_updates_a_sixteenth_of_the_rows_or_a_micro_batch(method, rows, processes, expected) -> None:
+    batches = cut(METHODS[method], 16, 4, processes)
+    assert with_bank(TrainConfig(n_total=16), batches.micro_batch * processes, rows).bank == expected
+    assert with_bank(TrainConfig(n_total=16, bank=7), batches.micro_batch * processes, rows).bank == 7
+
+
+@pytest.mark.parametrize(("method", "correction"), [("contaccum", "mean+zero-sum"), ("contaccum-no-past", None), ("gradaccum", None)])
+def test_defaults_are_resolved_written_told_and_resumed(method: str, correction, jsonl, model_folder, tmp_path, capsys) -> None:
+    arguments = options(jsonl(64), model_folder, tmp_path / "run", method=method, bank="auto")
+    train(TrainConfig(**arguments))
+    told = capsys.readouterr().out
+    assert ("note: bank=4, for updates of 8 and 64 rows" in told) == METHODS[method].bank
+    config = load_config(tmp_path / "run" / "config.yaml", {})
+    assert (config.bank, config.drift_correction) == (4, correction)
+    whole = final_state(tmp_path / "run")
+    for made in ("summary.json", "model", "checkpoints/checkpoint-16"):  # as if it had been killed
+        (tmp_path / "run" / made).rename(tmp_path / made.replace("/", "-"))
+    assert train(TrainConfig(**arguments), resume=True)["resumed_at_update"] == 12
+    assert_bit_equal(whole, final_state(tmp_path / "run"))
+
+
+def test_the_papers_way_by_name(tmp_path) -> None:
+    file = tmp_path / "config.yaml"
+    for text, expected in (("none", None), ("null", None), ("mean", "mean"), ("auto", "auto")):
+        file.write_text(f"drift_correction: {text}\n")
+        assert load_config(file, {}).drift_correction == expected
+    assert load_config(None, {"drift_correction": "none"}).drift_correction is None  # as the command line gives it
+    assert (TrainConfig().bank, TrainConfig().drift_correction) == ("auto", "auto")
+
+
 MISTAKES = {
     "method": ({"method": "moco"}, "method 'moco' is unknown; choose one of dpr, gradaccum, gradcache"),
     "multiple": ({"n_total": 10}, "n_total=10 is not a multiple of n_local=4; use n_total=8"),
@@ -166,6 +206,8 @@ MISTAKES = {
     "precision": ({"precision": "fp8"}, "precision 'fp8' is unknown; choose one of fp32, bf16, fp16"),
     "negatives": ({"hard_negatives": 2}, "no row has 2 hard negatives"),
     "negative": ({"bank": -1}, "bank=-1 is negative"),
+    "bank's name": ({"bank": "large"}, "bank='large' is not a number of tuples; give one, or auto"),
+    "correction": ({"drift_correction": "both"}, "drift_correction='both' is unknown; choose one of auto, mean+zero-sum, mean, none"),
 }
 
 

@@ -133,13 +133,59 @@ def test_without_past_encoder_the_trainer_empties_the_bank(tiny_encoder, tmp_pat
     assert len(trainer.loss.criterion.bank) == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "rows", "expected"),
+    [
+        ({}, 2048, 64),  # 8 updates of 4 x 2
+        ({"gradient_accumulation_steps": 5}, 2048, 128),  # a sixteenth of the rows
+        ({}, 32, 4),  # at least a micro-batch
+    ],
+)
 @pytest.mark.parametrize("way", ["trainer", "callback"])
-def test_resume_is_bit_equal(tiny_encoder, tmp_path, way) -> None:
+def test_a_bank_of_automatic_size_fits_updates_and_data(tiny_encoder, tmp_path, way, options, rows, expected) -> None:
+    model = tiny_encoder()
+    loss = ContAccumLoss(model)
+    assert loss.criterion.bank.size == 1024
+    plain = {"trainer_class": SentenceTransformerTrainer, "callbacks": [ContAccumCallback(loss)]} if way == "callback" else {}
+    trained(model, tmp_path, loss=loss, data=dataset(rows), max_steps=2, **options, **plain)
+    assert loss.criterion.bank.size == loss.criterion.bank.query_size == expected
+    assert loss.get_config_dict()["bank_size"] == expected
+    assert len(loss.criterion.bank) == min(expected, 2 * 4 * options.get("gradient_accumulation_steps", 2))
+
+
+@pytest.mark.parametrize(
+    ("gathers", "micro_batch_size", "losses", "expected"),
+    [
+        (True, None, 1, 8 * 4 * 2 * 2),  # all processes' samples enter
+        (False, None, 1, 8 * 4 * 2),  # its own
+        (False, None, 2, 8 * 4),  # every other micro-batch
+        (True, 2, 1, 8 * 4 * 2 * 2),
+    ],
+)
+def test_what_enters_a_bank_decides_its_automatic_size(tiny_encoder, gathers, micro_batch_size, losses, expected) -> None:
+    model = tiny_encoder()
+    made = [ContAccumLoss(model, gather_across_devices=gathers, micro_batch_size=micro_batch_size) for _ in range(losses)]
+    callback = ContAccumCallback(dict(enumerate(made)) if losses > 1 else made[0])
+    args = SimpleNamespace(world_size=2, gradient_accumulation_steps=2)
+    state = SimpleNamespace(global_step=0, train_batch_size=4)
+    callback.on_train_begin(args, state, None, train_dataloader=SimpleNamespace(dataset=range(10_000)))
+    assert [loss.criterion.bank.size for loss in made] == [expected] * losses
+    callback.on_train_begin(args, state, None, train_dataloader=SimpleNamespace(dataset=iter(())))  # of unknown length
+    assert [loss.criterion.bank.size for loss in made] == [expected] * losses
+    few = 320  # rows: a sixteenth of those that enter, at least a micro-batch
+    callback.on_train_begin(args, state, None, train_dataloader=SimpleNamespace(dataset=range(few)))
+    micro_batch = (micro_batch_size or 4) * (2 if gathers else 1)
+    assert made[0].criterion.bank.size == max(few // 16 // losses // (1 if gathers else 2), micro_batch)
+
+
+@pytest.mark.parametrize("way", ["trainer", "callback"])
+@pytest.mark.parametrize("bank", [12, "auto"])
+def test_resume_is_bit_equal(tiny_encoder, tmp_path, way, bank) -> None:
     """With dropout, two epochs, and a checkpoint in the middle of the first."""
 
     def run(folder: Path, resume: str | None = None):
         model = tiny_encoder()
-        loss = ContAccumLoss(model, bank_size=12)
+        loss = ContAccumLoss(model, bank_size=bank)
         plain = {"trainer_class": SentenceTransformerTrainer, "callbacks": [ContAccumCallback(loss, checkpoint=resume)]}
         options = plain if way == "callback" else {}
         return trained(model, folder, loss=loss, num_train_epochs=2, save_strategy="steps", save_steps=3, resume=resume, **options)
@@ -147,6 +193,7 @@ def test_resume_is_bit_equal(tiny_encoder, tmp_path, way) -> None:
     whole = run(tmp_path / "whole")
     resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"))
     assert_bit_equal(state_of(whole), state_of(resumed))
+    assert resumed.loss.criterion.bank.size == (4 if bank == "auto" else 12)
 
 
 def test_a_checkpoint_without_a_bank_is_refused(tiny_encoder, tmp_path) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from contaccum.drift import RunningMeans
-from contaccum.finite import Finite
+from contaccum.finite import Finite, largest
 from contaccum.infonce import CHUNK_SCORES, Blocks, Columns, Past, Rows, over_passages, row_log_sums, score_block
-from contaccum.table import LazyBuffers, LogSumTable, write_ring
+from contaccum.table import LazyBuffers, LogSumTable, write_ring, zero_ring
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class _Arrivals:
 
     rows: Rows
     columns: Columns
-    positive_scores: Tensor  # (n,)
+    positive_scores: Tensor | None  # (n,); None where they are computed when read
     log_sums: _LogSums | None  # None where no table is kept
     uncorrected: tuple[Tensor, Tensor] | None  # queries and passages before a mean was taken off
     finite: Finite
@@ -49,7 +49,7 @@ class DualBank(LazyBuffers):
     """
 
     _queries: Tensor  # (query_size, d)
-    _row_ids: Tensor  # (query_size,)
+    _row_ids: Tensor | None  # (query_size,); None, as are the rows' keys, where they are the columns'
     _row_query_keys: Tensor | None  # (query_size,)
     _positive_keys: Tensor | None  # (query_size,)
     _positive_scores: Tensor  # (query_size,)
@@ -149,8 +149,8 @@ class DualBank(LazyBuffers):
         query_mean, passage_means = self.means.present(rows.queries, columns.passages)
         past_rows = replace(past_rows, queries=self._read(past_rows.queries, query_mean))
         past_columns = replace(past_columns, passages=self._read(past_columns.passages, passage_means))
-        positives = past_columns.passages[past_rows.ids % self.size, 0]
-        positive_scores = (past_rows.queries * positives).sum(1).mul_(self.scale)
+        positives = past_columns.passages[:, 0] if self.query_size == self.size else past_columns.passages[past_rows.ids % self.size, 0]
+        positive_scores = (past_rows.queries * positives[:r]).sum(1).mul_(self.scale)
         return Past(past_rows, past_columns, row_log_sums(past_rows, past_columns, self.scale), positive_scores)
 
     def _read(self, stored: Tensor, mean: Tensor) -> Tensor:
@@ -168,6 +168,10 @@ class DualBank(LazyBuffers):
 
     def _rows(self, start: int, stop: int) -> Rows:
         part = slice(start, stop)
+        if self._row_ids is None:
+            columns = self._columns(start, stop)
+            positive_keys = None if columns.passage_keys is None else columns.passage_keys[:, 0]
+            return Rows(self._queries[part], columns.ids, columns.query_keys, positive_keys)
         return Rows(self._queries[part], self._row_ids[part], _part(self._row_query_keys, part), _part(self._positive_keys, part))
 
     def _columns(self, start: int, stop: int) -> Columns:
@@ -195,19 +199,23 @@ class DualBank(LazyBuffers):
 
     def push(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks) -> None:
         """Let a prepared micro-batch enter and the oldest leave. `past` and `blocks` are what its loss was computed from."""
-        finite = Finite(rows.queries, columns.passages)
         with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
-            uncorrected = None
+            uncorrected, finite = None, self._finite(rows, columns)
             if self.means is not None:
                 uncorrected = rows.queries, columns.passages
                 query_mean, passage_means = self.means.present(*uncorrected)
                 rows = replace(rows, queries=rows.queries - query_mean)
                 columns = replace(columns, passages=columns.passages - passage_means)
             rows, columns, blocks = self._as_stored(rows, columns, past, blocks)
-            positives = blocks.current_current[:, :, 0].diagonal().clone()
+            positives = None if self.means is not None else blocks.current_current[:, :, 0].diagonal().clone()
             with_table = self.use_queries and self.table.rows > 0
             log_sums = _log_sums(blocks, columns.passages.shape[1]) if with_table else None
             self._arrivals = _Arrivals(rows, columns, positives, log_sums, uncorrected, finite)
+
+    def _finite(self, rows: Rows, columns: Columns) -> Finite:
+        if self.means is not None and len(rows) <= self.means.window:  # their means are at hand, and hold every vector
+            return Finite(self.means.of_samples(rows.queries, columns.passages))
+        return Finite(largest(rows.queries, columns.passages))
 
     def after_update(self, age: float) -> None:
         """The weights have changed: all tuples held grow older by `age`."""
@@ -267,7 +275,7 @@ class DualBank(LazyBuffers):
         _write(self._column_ids, start, new.columns.ids, kept)
         _write(self._column_query_keys, start, new.columns.query_keys, kept)
         _write(self._passage_keys, start, new.columns.passage_keys, kept)
-        write_ring(self._ages, start, self._ages.new_zeros(kept))
+        zero_ring(self._ages, start, kept)
         if new.uncorrected is not None and self.means is not None:
             self.means.add(*new.uncorrected)
         if new.log_sums is not None and new.log_sums.old_over_new is not None:
@@ -316,12 +324,14 @@ class DualBank(LazyBuffers):
             return torch.zeros(shape, device=device, dtype=dtype)
 
         self._queries, self._passages = ring(self.query_size, d, dtype=dtype), ring(self.size, c, d, dtype=dtype)
-        self._row_ids, self._column_ids = ring(self.query_size), ring(self.size)
         self._positive_scores, self._ages = ring(self.query_size, dtype=computing), ring(self.size, dtype=torch.float32)
-        if rows.query_keys is not None:
-            self._row_query_keys, self._column_query_keys = ring(self.query_size), ring(self.size)
-        if rows.positive_keys is not None:
-            self._positive_keys, self._passage_keys = ring(self.query_size), ring(self.size, c)
+        self._column_ids = ring(self.size)
+        self._column_query_keys = None if rows.query_keys is None else ring(self.size)
+        self._passage_keys = None if rows.positive_keys is None else ring(self.size, c)
+        if self.query_size != self.size:  # else a row's are those of the column slot with its number
+            self._row_ids = ring(self.query_size)
+            self._row_query_keys = None if rows.query_keys is None else ring(self.query_size)
+            self._positive_keys = None if rows.positive_keys is None else ring(self.query_size)
         self.table.allocate(device, computing)
 
     def _check(self, rows: Rows, columns: Columns) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from contaccum.bank import DualBank
-from contaccum.drift import CORRECTIONS, RunningMeans
+from contaccum.drift import CORRECTIONS, RunningMeans, resolve_correction
 from contaccum.infonce import REDUCTIONS, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, with_gradients
 
 SIMILARITIES = ("dot", "cosine")
+AUTO_BANK = 1024  # tuples of a bank of automatic size that nobody has told the training's
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class DualBankInfoNCE(nn.Module):
     and the bank is neither read nor written.
 
     Args:
-        bank_size: tuples (query, positive, hard negatives) whose passages are kept. 0: plain in-batch InfoNCE.
+        bank_size: tuples (query, positive, hard negatives) whose passages are kept. 0: plain in-batch InfoNCE. "auto": 1,024 until
+            `resize_bank`, or a loaded state, says otherwise.
         scale: factor on the similarity, the inverse temperature.
         similarity: "dot" or "cosine". With cosine the bank holds unit vectors.
         query_bank_size: tuples whose queries are kept, at most `bank_size`; None: as many. 0: pre-batch negatives.
@@ -52,12 +54,11 @@ class DualBankInfoNCE(nn.Module):
         mask_duplicates: use the keys, where given, to take a passage equal to a query's positive, and the positive of an
             identical query, out of that query's negatives.
         reduction: "paper" averages over all rows, banked ones included; "local" divides the same sum by the micro-batch size.
-        drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time (see
-            `contaccum.drift`), which lets a bank help where weights move fast. Costs O(bank_size^2) per micro-step: for banks of up to a
-            few thousand. None: read them as they were stored.
-        zero_sum: take their mean off the micro-step's gradients on the passages, and likewise on the queries. Over a whole batch a query's
-            gradients on the passages sum to zero, and nothing pushes them all the same way; with a bank the banked ones' share has nowhere
-            to go, and what is left over does (see `contaccum.drift`).
+        drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time, which lets a
+            bank help where weights move fast. "mean+zero-sum" also takes their mean off a micro-step's gradients on the passages (where
+            there are several), so that nothing pushes all of them the same way: see `contaccum.drift`. Both cost O(bank_size^2) per
+            micro-step: for banks of up to several thousand. None: the paper's way, vectors as they were stored. "auto": "mean+zero-sum"
+            where the bank holds vectors of older weights, else None (`past_encoder=False` or no bank). The attribute shows which.
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
@@ -67,7 +68,7 @@ class DualBankInfoNCE(nn.Module):
 
     def __init__(
         self,
-        bank_size: int = 1024,
+        bank_size: int | str = AUTO_BANK,
         scale: float = 1.0,
         similarity: str = "dot",
         query_bank_size: int | None = None,
@@ -75,8 +76,7 @@ class DualBankInfoNCE(nn.Module):
         cache_hard_negatives: bool = True,
         mask_duplicates: bool = True,
         reduction: str = "paper",
-        drift_correction: str | None = None,
-        zero_sum: bool = False,
+        drift_correction: str | None = "auto",
         start_update: int = 0,
         query_bank_stop_update: int | None = None,
         bank_dtype: torch.dtype | None = None,
@@ -89,19 +89,20 @@ class DualBankInfoNCE(nn.Module):
         if not (math.isfinite(scale) and scale > 0):
             raise ValueError(f"scale={scale} must be a positive number; use 1.0 for dot and 20.0 for cosine")
         if drift_correction is not None:
-            _one_of("drift_correction", drift_correction, CORRECTIONS)
+            _one_of("drift_correction", drift_correction, CORRECTIONS, "or None for the paper's way")
+        self.auto_bank = bank_size == "auto"
+        size = AUTO_BANK if self.auto_bank else _tuples("bank_size", bank_size)
         self.scale = float(scale)
         self.similarity = similarity
         self.past_encoder = past_encoder
         self.cache_hard_negatives = cache_hard_negatives
         self.mask_duplicates = mask_duplicates
         self.reduction = reduction
-        self.zero_sum = zero_sum
         self.start_update = _update("start_update", start_update)
         self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
-        self.drift_correction = drift_correction
-        means = RunningMeans() if drift_correction == "mean" else None
-        self.bank = DualBank(bank_size, query_bank_size, self.scale, bank_dtype, means, unit=similarity == "cosine")
+        self.drift_correction = resolve_correction(drift_correction, past_vectors=size > 0 and past_encoder)
+        self._query_bank_size, self._bank_dtype = query_bank_size, bank_dtype
+        self.bank = self._empty_bank(size)
         self.updates = 0
         self.observers: list[Callable[[MicroStep], None]] = []
 
@@ -135,9 +136,8 @@ class DualBankInfoNCE(nn.Module):
         self.bank.prepare(rows, banked)
         past = self.bank.past(rows, banked)
         loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.reduction)
-        if self.zero_sum:
+        if self.drift_correction == "mean+zero-sum" and passages[..., 0].numel() > 1:  # a single one's gradient is its own mean
             gradients.passages.sub_(gradients.passages.mean((0, 1)))
-            gradients.queries.sub_(gradients.queries.mean(0))
         self._notify(MicroStep(rows, columns, past, blocks, loss, None if past is None else self.bank.ages_by_slot))
         self.bank.push(rows, banked, past, blocks)
         return loss, gradients
@@ -164,6 +164,16 @@ class DualBankInfoNCE(nn.Module):
         self.updates = 0
         self.bank.release()
 
+    def resize_bank(self, size: int) -> None:
+        """Another `bank_size`, before anything has entered."""
+        if self.bank.count:
+            raise ValueError(f"the bank holds {len(self.bank)} tuples and cannot become one of {size}; call reset() to start a new bank")
+        self.bank = self._empty_bank(size)
+
+    def _empty_bank(self, size: int) -> DualBank:
+        means = None if self.drift_correction is None else RunningMeans()
+        return DualBank(size, self._query_bank_size, self.scale, self._bank_dtype, means, unit=self.similarity == "cosine")
+
     def _vectors(self, queries: Tensor, positives: Tensor, negatives: Tensor | None) -> tuple[Tensor, Tensor]:
         """(n, d) and (n, 1 + h, d) in computing precision, normalised for cosine; part of the autograd graph."""
         dtype = torch.promote_types(queries.dtype, torch.float32)
@@ -184,6 +194,13 @@ class DualBankInfoNCE(nn.Module):
         positive_keys = None if passage_keys is None else passage_keys[:, 0]
         return Rows(queries, ids, query_keys, positive_keys), Columns(passages, ids, query_keys, passage_keys)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A bank of automatic size becomes that of the state, before the bank loads its own part."""
+        saved = state_dict.get(f"{prefix}bank._extra_state")
+        if self.auto_bank and saved is not None:
+            self.bank = self._empty_bank(saved["size"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def get_extra_state(self) -> dict[str, Any]:
         return {"updates": self.updates}
 
@@ -193,8 +210,7 @@ class DualBankInfoNCE(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"bank_size={self.bank.size}, query_bank_size={self.bank.query_size}, scale={self.scale}, similarity={self.similarity!r}, "
-            f"reduction={self.reduction!r}, past_encoder={self.past_encoder}, drift_correction={self.drift_correction!r}, "
-            f"zero_sum={self.zero_sum}"
+            f"reduction={self.reduction!r}, past_encoder={self.past_encoder}, drift_correction={self.drift_correction!r}"
         )
 
 
@@ -228,9 +244,15 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}")
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join([*choices, more] if more else choices)}")
+
+
+def _tuples(name: str, value: int | str) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f'{name}={value!r} is not a number of tuples; give one, or "auto"')
+    return value
 
 
 def _update(name: str, value: int) -> int:

@@ -35,6 +35,7 @@ from contaccum.trainer import FlushedLog
 
 HURTFUL_SHIFT = 1.0  # of `bank_shift`: 2.5 in the quickstart's collapsing run, 0.1 in the corrected one
 HURTFUL_RATIO = 10.0  # of gradient norms, either way: the paper saw 30 with one bank; the quickstart's stay between 1 and 2.5
+SHIFT_FROM = 32  # tuples in a bank: in a smaller one the means' own noise is no less than a hurtful shift
 PHASES = ("forward", "loss", "backward", "update")
 
 
@@ -113,7 +114,7 @@ class Diagnostics(FlushedLog):
 
     def _warn(self, lines: Sequence[dict[str, Any]]) -> None:
         """Once a run for each trouble that these lines show."""
-        for kind, text in troubles(lines):
+        for kind, text in troubles(lines, self.loss.criterion.drift_correction):
             if kind not in self.warned:
                 self.warned.add(kind)
                 warnings.warn(text, stacklevel=2)
@@ -131,16 +132,17 @@ class Diagnostics(FlushedLog):
         return told | line
 
 
-def troubles(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """(kind, a sentence that names the value and the remedy) for what will hurt the training."""
+def troubles(lines: Sequence[dict[str, Any]], correction: str | None = None) -> Iterator[tuple[str, str]]:
+    """(kind, a sentence that names the value and the remedy) for what will hurt a training with this drift correction."""
+    corrected = "" if correction == "mean+zero-sum" else 'drift_correction="mean+zero-sum", '
     shifts = [max(line["bank_shift"].values()) for line in lines if line.get("bank_shift")]
     if shifts and shifts[-1] > HURTFUL_SHIFT:
-        remedy = 'use drift_correction="mean", a smaller bank or a lower learning rate'
+        remedy = f"use {corrected}a smaller bank or a lower learning rate"
         yield "shift", f"the bank's vectors have shifted by {shifts[-1]:.1f} of their spread since they were stored; {remedy}"
     ratios = sorted(line["grad_norm_ratio"] for line in lines if line.get("grad_norm_ratio"))
     middle = ratios[len(ratios) // 2] if ratios else 1.0
     if not 1 / HURTFUL_RATIO < middle < HURTFUL_RATIO:
-        remedy = "keep as many queries as passages in the bank, or lower the learning rate"
+        remedy = f"use {corrected}as many queries as passages in the bank (query_bank_size=None) or a lower learning rate"
         yield "ratio", f"the passage tower's gradient is {middle:.2g} times the query tower's; {remedy}"
 
 
@@ -168,12 +170,12 @@ def memory(bank: DualBank) -> dict[str, int | None]:
 def bank_shift(bank: DualBank) -> dict[str, float] | None:
     """Distance between the means of the newest and the oldest vectors in a full bank, over the vectors' spread, as the loss reads them.
 
-    Sampling alone gives about sqrt(2 / vectors in a mean): 0.2 for 64. None while the bank fills.
+    Sampling alone gives about sqrt(2 / vectors in a mean): 0.2 for 64. None while the bank fills, and of a small one.
     """
-    if bank.size < 4 or len(bank) < bank.size:
+    if bank.size < SHIFT_FROM or len(bank) < bank.size:
         return None
     told = {"passage": bank.passages[:, 0], "query": bank.queries}
-    return {name: _shift(vectors.float()) for name, vectors in told.items() if len(vectors) >= 4}
+    return {name: _shift(vectors.float()) for name, vectors in told.items() if len(vectors) >= SHIFT_FROM}
 
 
 def _shift(vectors: Tensor) -> float:

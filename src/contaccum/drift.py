@@ -10,12 +10,13 @@ Why the mean, of all things: a query's gradients on all passages sum to zero. Ba
 keep what those should have taken: together they are pulled towards the current queries and pushed away from the banked ones. The two
 cancel where both sets of queries have the same mean. Where the queries' mean has moved since, the passages' mean follows it, and in the
 same way the queries' mean follows the passages': each feeds the other, and the vectors run away together. Reading the bank with the present
-means takes the cause away; `zero_sum` of `DualBankInfoNCE` takes the common push off
-the gradients, of both towers.
+means takes the cause away ("mean"). What is left of the common push is taken off the gradients on the passages ("mean+zero-sum"): over a
+whole batch these sum to zero, so nothing is lost. Those on the queries do not, and are left alone: their sum is a signal.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,9 +24,34 @@ from torch import Tensor
 
 from contaccum.table import LazyBuffers, write_ring
 
-CORRECTIONS = ("mean",)
+CORRECTIONS = ("auto", "mean+zero-sum", "mean")
 DEFAULT_WINDOW = 128  # samples, until the first update has ended
 MAX_WINDOW = 1024
+
+
+def resolve_correction(correction: str | None, past_vectors: bool) -> str | None:
+    """`correction`, "auto" made "mean+zero-sum" where the bank holds vectors of older weights, else None: there nothing drifts.
+
+    A bank of passages alone (pre-batch negatives) needs it all the more: nothing cancels the common pull on the current passages from the
+    start. Without banked queries it costs next to nothing.
+    """
+    if correction != "auto":
+        return correction
+    return "mean+zero-sum" if past_vectors else None
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The means of a micro-batch, for when it is asked for once more."""
+
+    queries: Tensor
+    passages: Tensor
+    samples: Tensor
+    means: Tensor  # (2 or 3, d)
+    per_passage: tuple[Tensor, Tensor]
+
+    def of(self, queries: Tensor, passages: Tensor) -> bool:
+        return self.queries is queries and self.passages is passages
 
 
 class RunningMeans(LazyBuffers):
@@ -39,6 +65,7 @@ class RunningMeans(LazyBuffers):
         self.clear()
 
     def clear(self) -> None:
+        self._asked: _Asked | None = None
         self.window = DEFAULT_WINDOW
         self.count = 0
         self.samples_in_update = 0
@@ -48,13 +75,29 @@ class RunningMeans(LazyBuffers):
         self.register_buffer("_recent", None)
 
     def present(self, queries: Tensor, passages: Tensor) -> tuple[Tensor, Tensor]:
-        """Means over the last `window` samples, a micro-batch (n, d), (n, c, d) the newest of them: (d,) and (c, d)."""
-        new = _samples(queries, passages)[-self.window :]
+        """Means over the last `window` samples, a micro-batch (n, d), (n, c, d) the newest of them: (d,) and (c, d).
+
+        The bank asks twice for each micro-batch, when it is read and when it is written: the answer is kept until the next.
+        """
+        return self._of(queries, passages).per_passage
+
+    def of_samples(self, queries: Tensor, passages: Tensor) -> Tensor:
+        """The same as (2 or 3, d): of queries, positives and hard negatives."""
+        return self._of(queries, passages).means
+
+    def _of(self, queries: Tensor, passages: Tensor) -> _Asked:
+        if self._asked is None or not self._asked.of(queries, passages):
+            samples = _samples(queries, passages)
+            means = self._mean_with(samples[-self.window :])
+            self._asked = _Asked(queries, passages, samples, means, (means[0], _per_passage(means, passages.shape[1])))
+        return self._asked
+
+    def _mean_with(self, new: Tensor) -> Tensor:
+        """(2 or 3, d)"""
         total, weight = new.sum(0), len(new)
         for part in self._newest(self.window - len(new)):
             total, weight = total + part.sum(0), weight + len(part)
-        mean = total / weight  # (2 or 3, d)
-        return mean[0], _per_passage(mean, passages.shape[1])
+        return total / weight
 
     def latest(self, passages_per_tuple: int) -> tuple[Tensor, Tensor]:
         """`present` with nothing newer than what was added."""
@@ -62,7 +105,8 @@ class RunningMeans(LazyBuffers):
         return mean[0], _per_passage(mean, passages_per_tuple)
 
     def add(self, queries: Tensor, passages: Tensor) -> None:
-        new = _samples(queries, passages)
+        asked, self._asked = self._asked, None
+        new = asked.samples if asked is not None and asked.of(queries, passages) else _samples(queries, passages)
         if self._recent is None:
             self._recent = new.new_zeros((MAX_WINDOW, *new.shape[1:]))
         self.count += len(new)

@@ -9,20 +9,23 @@ from torch import Tensor
 
 
 class Finite:
-    """Whether all vectors are finite, asked now and answered later without draining the device's queue."""
+    """Whether all values are finite, asked now and answered later without draining the device's queue."""
 
-    def __init__(self, *tensors: Tensor) -> None:
-        largest = torch.stack([torch.linalg.vector_norm(t.detach(), torch.inf) for t in tensors])
+    def __init__(self, values: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
-        if largest.is_cuda:
-            self._largest = torch.empty(largest.shape, dtype=largest.dtype, pin_memory=True)
-            self._largest.copy_(largest, non_blocking=True)
+        self._values = values.detach()
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        else:
-            self._largest = largest
 
     def verdict(self) -> bool:
         if self._event is not None:
             self._event.synchronize()
-        return all(math.isfinite(x) for x in self._largest.tolist())
+        return math.isfinite(self._values.sum().item())
+
+
+def largest(*tensors: Tensor) -> Tensor:
+    """The largest magnitude in each: not finite where one of its numbers is not."""
+    return torch.stack([torch.linalg.vector_norm(tensor.detach(), torch.inf) for tensor in tensors])

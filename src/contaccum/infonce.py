@@ -16,6 +16,8 @@ bank is saved for backward and its buffers may be overwritten at once. Vectors a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 REDUCTIONS = ("paper", "local")
 CHUNK_SCORES = 4_194_304  # scores between bank entries held at a time
+CHUNK_SCORES_CUDA = 16_777_216  # more where launching a kernel costs more than running it
 _CHUNK_ROWS = 8192  # bank rows cast to the computing precision at a time, where the bank is stored in another
 
 
@@ -101,25 +104,49 @@ def duplicate_mask(rows: Rows, columns: Columns, share_tuples: bool = True) -> T
     if rows.query_keys is not None and columns.query_keys is not None:
         if mask is None:
             mask = torch.zeros((len(rows), *columns.passages.shape[:2]), dtype=torch.bool, device=columns.passages.device)
-        mask[:, :, 0] |= rows.query_keys[:, None] == columns.query_keys
+        mask[:, :, 0].logical_or_(rows.query_keys[:, None] == columns.query_keys)
     if mask is not None and share_tuples:
-        mask[:, :, 0] &= rows.ids[:, None] != columns.ids
+        if rows.ids is columns.ids:
+            mask[:, :, 0].fill_diagonal_(False)
+        else:
+            mask[:, :, 0].logical_and_(rows.ids[:, None] != columns.ids)
     return mask
 
 
 def score_block(rows: Rows, columns: Columns, scale: float, share_tuples: bool = True) -> Tensor:
     """Masked scores of every row with every passage: (r, m, c)."""
-    scores = _products(rows.queries, columns.passages.flatten(0, 1)).mul_(scale).view(len(rows), *columns.passages.shape[:2])
+    scores = _products(rows.queries, columns.passages.flatten(0, 1), scale).view(len(rows), *columns.passages.shape[:2])
     mask = duplicate_mask(rows, columns, share_tuples)
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
 
 
 def row_log_sums(rows: Rows, columns: Columns, scale: float) -> Tensor:
-    """(r,) logsumexp of each row over all columns, a bounded number of scores at a time."""
-    step = max(1, CHUNK_SCORES // columns.passages[..., 0].numel())
-    with torch.autocast(columns.passages.device.type, enabled=False):
+    """(r,) logsumexp of each row over all columns, a bounded number of scores at a time.
+
+    On CUDA, float32 scores have TF32's ten bits of mantissa (about 1e-4 off): constants, of which one sum per row is used.
+    """
+    device = columns.passages.device
+    step = max(1, (CHUNK_SCORES_CUDA if device.type == "cuda" else CHUNK_SCORES) // columns.passages[..., 0].numel())
+    with torch.autocast(device.type, enabled=False), tensor_cores(device):
         parts = [score_block(rows.part(i, i + step), columns, scale).flatten(1).logsumexp(1) for i in range(0, len(rows), step)]
     return torch.cat(parts) if parts else rows.queries.new_empty(0)
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """Inside, float32 products on a CUDA device may use TF32 tensor cores; then the global setting is what it was."""
+    matmul = torch.backends.cuda.matmul
+    # Since PyTorch 2.9; to touch the older setting there too would make its readers raise an error.
+    name, fast = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    if device.type != "cuda" or before == fast:
+        yield
+        return
+    setattr(matmul, name, fast)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, before)
 
 
 def over_passages(scores: Tensor) -> Tensor:
@@ -220,16 +247,19 @@ def _denominator(n: int, r: int, reduction: str) -> int:
     return n + r if reduction == "paper" else n
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right.T in at least single precision: (a, d), (b, d) -> (a, b)."""
+def _products(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """scale * left @ right.T in at least single precision: (a, d), (b, d) -> (a, b)."""
     dtype = _computing_dtype(left, right)
     if left.dtype == right.dtype == dtype:
-        return left @ right.T
-    return torch.cat([torch.cat([_cast_product(a, b, dtype) for b in right.split(_CHUNK_ROWS)], 1) for a in left.split(_CHUNK_ROWS)])
+        return _scaled_product(left, right, scale)
+    parts = [
+        torch.cat([_scaled_product(a.to(dtype), b.to(dtype), scale) for b in right.split(_CHUNK_ROWS)], 1) for a in left.split(_CHUNK_ROWS)
+    ]
+    return torch.cat(parts)
 
 
-def _cast_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    return left.to(dtype) @ right.to(dtype).T
+def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    return torch.addmm(left.new_empty(()), left, right.T, beta=0, alpha=scale)  # one pass: the first argument is not read
 
 
 def _weighted_sums(weights: Tensor, vectors: Tensor) -> Tensor:

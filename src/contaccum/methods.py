@@ -21,6 +21,9 @@ class Method:
     past_encoder: bool = True
 
 
+AUTO_UPDATES = 8  # what a bank of automatic size holds at most, in updates ...
+AUTO_SHARE = 16  # ... and as a part of the training rows
+
 METHODS = {
     "dpr": Method("one batch of n_total, negatives from all of it", whole=True),
     "gradaccum": Method("micro-batches of n_local, negatives from each alone"),
@@ -41,6 +44,11 @@ class Batches:
     accumulation: int  # such forwards per update
     mini: int | None  # samples whose activations are alive at once, under GradCache
     slice: int | None = None  # samples per micro-loss, where a forward holds several
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of this process in one loss."""
+        return self.slice or self.per_process
 
 
 def get_method(name: str) -> Method:
@@ -69,6 +77,15 @@ def cut(method: Method, n_total: int, n_local: int, processes: int = 1, whole_up
     if method.cached:
         return Batches(share, 1, n_local)
     return Batches(n_local, share // n_local, None)
+
+
+def auto_bank(n_total: int, micro_batch: int, rows: int | None = None) -> int:
+    """Tuples of a bank of automatic size: 8 updates' worth, at most a sixteenth of the training rows, at least a micro-batch.
+
+    `rows` is None where they are not known; the bank is then at most as large with them.
+    """
+    size = AUTO_UPDATES * n_total if rows is None else min(AUTO_UPDATES * n_total, rows // AUTO_SHARE)
+    return max(size, micro_batch)
 
 
 def build_loss(

@@ -28,6 +28,14 @@ def write_ring(ring: Tensor, start: int, values: Tensor) -> None:
         ring[: len(values) - first] = values[first:]
 
 
+def zero_ring(ring: Tensor, start: int, count: int) -> None:
+    """Zeros into `count` slots from `start` on, as `write_ring` does."""
+    first = min(count, len(ring) - start)
+    ring[start : start + first].zero_()
+    if first < count:
+        ring[: count - first].zero_()
+
+
 class LogSumTable(LazyBuffers):
     """`log_sums()[i]` equals the logsumexp of row i over all columns, for a ring of `columns` slots.
 

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from contaccum.errors import CheckpointError
 from contaccum.losses import ContAccumLoss
+from contaccum.methods import auto_bank
 
 STATE_NAME = "contaccum_state"
 
@@ -70,7 +71,7 @@ def _loss_scale(optimizer: Any) -> float | None:
 class ContAccumCallback(SkippedSteps):
     """Keeps the banks of a loss (or of several, or of one inside another) in step with a `SentenceTransformerTrainer`.
 
-    1. Training begins: banks are reset, or read from the checkpoint that is resumed.
+    1. Training begins: banks are reset, and those of automatic size get it; or they are read from the checkpoint that is resumed.
     2. An optimizer update ends: `after_update` with its learning rate over the peak one. A step skipped for overflow changed no
        weights and does not count.
     3. A checkpoint is saved: banks are written into it, one file per process where they differ.
@@ -84,8 +85,20 @@ class ContAccumCallback(SkippedSteps):
         if state.global_step == 0:
             for loss in bank_losses(self.loss):
                 loss.criterion.reset()
+                if loss.criterion.auto_bank:
+                    loss.criterion.resize_bank(self._bank_size(loss, args, state, kwargs.get("train_dataloader")))
         else:
             self.load(Path(self.checkpoint) if self.checkpoint else checkpoint_folder(args, state))
+
+    def _bank_size(self, loss: ContAccumLoss, args: TrainingArguments, state: TrainerState, loader: Any) -> int:
+        """`auto_bank` of what enters this bank: of all processes if it gathers, and of several losses its share."""
+        batch = state.train_batch_size or args.train_batch_size
+        processes = args.world_size if loss.gather_across_devices else 1
+        losses = len(self.loss) if isinstance(self.loss, dict) else 1
+        dataset = getattr(loader, "dataset", None)
+        rows = len(dataset) * processes // (args.world_size * losses) if isinstance(dataset, Sized) else None
+        n_total = batch * args.gradient_accumulation_steps * processes // losses
+        return auto_bank(n_total, (loss.micro_batch_size or batch) * processes, rows)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any

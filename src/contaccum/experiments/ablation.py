@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contaccum.experiments.figures import bars
-from contaccum.experiments.grid import CORRECTED, Cell, Experiment, Scale
+from contaccum.experiments.grid import CORRECTED, PAPERS, Cell, Experiment, Scale
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
@@ -13,11 +13,11 @@ def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
     variants: dict[str, dict[str, Any]] = {
         "dpr, small batch": {"method": "dpr", "n_total": n, "n_local": n},
         "dpr, large batch": {"method": "dpr", "n_local": scale.n_total},
-        "contaccum": {"method": "contaccum", "n_local": n, "bank": bank},
-        "no query bank": {"method": "prebatch", "n_local": n, "bank": bank},
-        "no past encoder": {"method": "contaccum-no-past", "n_local": n, "bank": bank},
-        "neither": {"method": "prebatch-no-past", "n_local": n, "bank": bank},
-        "no accumulation": {"method": "contaccum", "n_total": n, "n_local": n, "bank": bank},
+        "contaccum": {"method": "contaccum", "n_local": n, "bank": bank, **PAPERS},
+        "no query bank": {"method": "prebatch", "n_local": n, "bank": bank, **PAPERS},
+        "no past encoder": {"method": "contaccum-no-past", "n_local": n, "bank": bank, **PAPERS},
+        "neither": {"method": "prebatch-no-past", "n_local": n, "bank": bank, **PAPERS},
+        "no accumulation": {"method": "contaccum", "n_total": n, "n_local": n, "bank": bank, **PAPERS},
         "contaccum mean": {"method": "contaccum", "n_local": n, "bank": bank, "drift_correction": "mean"},
         "contaccum mean, zero-sum": {"method": "contaccum", "n_local": n, "bank": bank, **CORRECTED},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contaccum.experiments.figures import lines
-from contaccum.experiments.grid import Cell, Experiment, Scale
+from contaccum.experiments.grid import PAPERS, Cell, Experiment, Scale
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
@@ -13,7 +13,7 @@ def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
 
 
 def _cell(n_total: int, size: int, n: int) -> Cell:
-    method: dict[str, Any] = {"method": "contaccum", "bank": size} if size else {"method": "gradaccum"}
+    method: dict[str, Any] = {"method": "contaccum", "bank": size, **PAPERS} if size else {"method": "gradaccum"}
     options = {**method, "n_total": n_total, "n_local": min(n, n_total)}
     return Cell(f"N_total = {n_total}, bank = {size}", options, {"N_total": n_total, "bank": size})
 

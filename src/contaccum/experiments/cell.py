@@ -107,8 +107,8 @@ def _speed(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from contaccum.bench import Workload, measure
 
     options = dict(spec["options"])
-    size, ways, rounds = options.pop("size"), options.pop("ways"), options.pop("rounds", 3)
-    return {"ways": measure(size, Workload(**options), ways, rounds=rounds)}
+    size, ways, rounds, updates = (options.pop(name) for name in ("size", "ways", "rounds", "updates"))
+    return {"ways": measure(size, Workload(**options), ways, rounds, updates)}
 
 
 def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
     bank, n, width, h = (spec["options"][name] for name in ("bank", "n", "width", "hard_negatives"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    criterion = DualBankInfoNCE(bank_size=bank)
+    criterion = DualBankInfoNCE(bank_size=bank, drift_correction=None)  # the paper's
     for _ in range(0, bank, n):
         vectors = torch.randn(n, 2 + h, width, device=device, requires_grad=True)
         criterion(vectors[:, 0], vectors[:, 1], vectors[:, 2:] if h else None)

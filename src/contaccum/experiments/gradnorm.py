@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from contaccum.experiments.figures import curves
-from contaccum.experiments.grid import Cell, Experiment, Scale
+from contaccum.experiments.grid import PAPERS, Cell, Experiment, Scale
 
 SWITCHED_OFF = (0.25, 0.5, 0.75)  # shares of the run after which the query bank is off; the paper's epochs 10, 20, 30 of 40
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
-    base = {"n_local": scale.n, "bank": bank}
+    base: dict[str, Any] = {"n_local": scale.n, "bank": bank, **PAPERS}
     found = [
         Cell("dpr, large batch", {"method": "dpr", "n_local": scale.n_total}, evaluated=False),
         Cell("both banks", {**base, "method": "contaccum"}, evaluated=False),

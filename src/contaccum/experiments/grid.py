@@ -34,6 +34,7 @@ class Scale:
     banks: tuple[int, ...]
     totals: tuple[int, ...]  # samples per update, of bank-size
     speed_totals: tuple[int, ...]
+    speed_banks: tuple[int, ...]
     memory_banks: tuple[int, ...]
     bench_model: str
     bench_tokens: tuple[int, int]  # queries, passages
@@ -41,6 +42,8 @@ class Scale:
     rows: int | None = None  # training rows, test queries and passages at most; None: all
     queries: int | None = None
     passages: int | None = None
+    speed_rounds: int = 3  # turns of each way
+    speed_updates: int = 3  # timed per turn
 
     @property
     def n(self) -> int:
@@ -51,7 +54,8 @@ class Scale:
         return self.micro[2]
 
 
-CORRECTED = {"drift_correction": "mean", "zero_sum": True}  # our remedies, see docs/drift.md
+PAPERS = {"drift_correction": None}  # the paper's bank: vectors as they were stored
+CORRECTED = {"drift_correction": "mean+zero-sum"}  # our default, see docs/drift.md
 _PAPER = {"similarity": "dot", "pooling": "cls", "max_seq_length": 256, "lr": 2e-5, "warmup_updates": 1237}
 _SMALL = {"similarity": "cosine", "pooling": "cls", "max_seq_length": 128, "lr": 1e-4, "epochs": 1, "save_every": 0}
 _TINY = {"similarity": "cosine", "pooling": "mean", "max_seq_length": 16, "lr": 1e-3, "epochs": 1, "save_every": 0, "diagnose_every": 1}
@@ -62,6 +66,7 @@ SCALES = {
         banks=(0, 128, 512, 1024, 2048),
         totals=(8, 32, 64, 128),
         speed_totals=(8, 16, 32, 64, 128, 256, 512),
+        speed_banks=(128, 512, 1024, 2048, 8192),
         memory_banks=(128, 512, 1024, 2048, 5096),
         bench_model="bert-base",
         bench_tokens=(256, 256),
@@ -73,11 +78,14 @@ SCALES = {
         banks=(0, 128, 512, 1024, 2048),
         totals=(8, 32, 64, 128),
         speed_totals=(8, 32, 128, 512),
+        speed_banks=(128, 512, 1024, 2048, 8192),
         memory_banks=(128, 512, 1024, 2048, 5096),
         bench_model="bert-base",
         bench_tokens=(32, 128),
         train=_SMALL,
         rows=20_000,
+        speed_rounds=2,
+        speed_updates=2,
     ),
     "tiny": Scale(
         micro=(2, 4, 8),
@@ -85,6 +93,7 @@ SCALES = {
         banks=(0, 8, 16),
         totals=(2, 8),
         speed_totals=(8, 16),
+        speed_banks=(8, 16),
         memory_banks=(16, 64),
         bench_model="tiny",
         bench_tokens=(8, 8),

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from contaccum.experiments.figures import bars
-from contaccum.experiments.grid import CORRECTED, Cell, Experiment, Scale
+from contaccum.experiments.grid import CORRECTED, PAPERS, Cell, Experiment, Scale
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
     found = [
         _cell("dpr", scale.n, {"method": "dpr", "n_total": scale.n, "n_local": scale.n}),
-        _cell("prebatch", scale.n, {"method": "prebatch", "n_local": scale.n, "bank": bank}),
+        _cell("prebatch", scale.n, {"method": "prebatch", "n_local": scale.n, "bank": bank, **PAPERS}),
     ]
     for n in scale.micro[:2]:
         found += [
             _cell("gradaccum", n, {"method": "gradaccum", "n_local": n}),
             _cell("gradcache", n, {"method": "gradcache", "n_local": n}),
-            _cell("contaccum", n, {"method": "contaccum", "n_local": n, "bank": bank}),
+            _cell("contaccum", n, {"method": "contaccum", "n_local": n, "bank": bank, **PAPERS}),
             _cell("contaccum mean", n, {"method": "contaccum", "n_local": n, "bank": bank, "drift_correction": "mean"}),
             _cell("contaccum mean, zero-sum", n, {"method": "contaccum", "n_local": n, "bank": bank, **CORRECTED}),
         ]

@@ -81,7 +81,9 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
 def planned(request: Request) -> list[Cell]:
     scale = SCALES[request.scale]
     settings = dict(request.settings)
-    bank = int(settings.get("bank", DATASETS[request.dataset].bank if request.scale == "paper" else scale.bank))
+    bank = settings.get("bank", DATASETS[request.dataset].bank if request.scale == "paper" else scale.bank)
+    if bank == "auto":
+        raise ValueError("--set bank=auto is no bank of the paper's; leave it out for the scale's, or give a number")
     cells = EXPERIMENTS[request.experiment].cells(scale, bank, DATASETS[request.dataset].form in ("dpr", "msmarco"))
     chosen = [cell for cell in cells if not request.only or any(word in cell.group for word in request.only)]
     if not chosen:

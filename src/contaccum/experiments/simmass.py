@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from contaccum.experiments.figures import mass_by_age
-from contaccum.experiments.grid import Cell, Experiment, Scale
+from contaccum.experiments.grid import PAPERS, Cell, Experiment, Scale
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
-    base = {"method": "contaccum", "n_local": scale.n, "bank": bank}
+    base: dict[str, Any] = {"method": "contaccum", "n_local": scale.n, "bank": bank, **PAPERS}
     return [
         Cell("contaccum", base, evaluated=False),
         Cell("contaccum mean", {**base, "drift_correction": "mean"}, evaluated=False),

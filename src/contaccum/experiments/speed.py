@@ -8,18 +8,19 @@ from typing import Any
 from contaccum.experiments.figures import time_by
 from contaccum.experiments.grid import Cell, Experiment, Scale
 
-WAYS = ("gradaccum", "contaccum", "contaccum (mean)", "gradcache", "official contaccum")
+WAYS = ("gradaccum", "contaccum", "contaccum (default)", "gradcache", "official contaccum")
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
     queries, passages = scale.bench_tokens
-    base = {"size": scale.bench_model, "n_local": scale.n, "query_tokens": queries, "passage_tokens": passages}
+    base: dict[str, Any] = {"size": scale.bench_model, "n_local": scale.n, "query_tokens": queries, "passage_tokens": passages}
+    base |= {"rounds": scale.speed_rounds, "updates": scale.speed_updates, "ways": WAYS}
     totals = [{**base, "n_total": n_total, "bank": bank} for n_total in scale.speed_totals]
-    banks = [{**base, "n_total": scale.n_total, "bank": size} for size in scale.banks if size not in (0, bank)]
+    banks = [{**base, "n_total": scale.n_total, "bank": size} for size in scale.speed_banks if size != bank]
     return [
         Cell(
             f"N_total = {o['n_total']}, bank = {o['bank']}",
-            {**o, "ways": WAYS},
+            o,
             {"N_total": o["n_total"], "bank": o["bank"]},
             "speed",
             False,

@@ -43,9 +43,7 @@ def table_of(rows: Sequence[Row]) -> list[list[str]]:
     first = rows[0]
     if "ways" in first:
         names = [way["way"] for way in first["ways"]]
-        body = [
-            [row["group"], *(f"{1000 * way['seconds']:.1f} ms (x{way['time_over_gradaccum']:.2f})" for way in row["ways"])] for row in rows
-        ]
+        body = [[row["group"], *map(_time, row["ways"])] for row in rows]
         return [["", *names], *body]
     if "mean" not in first:
         names = list(first["values"])
@@ -66,6 +64,13 @@ def _cells(row: Row, metrics: Sequence[str], told: bool) -> list[str]:
     ends = [statistics.fmean(y for _, y in d["grad_norm_ratio"][-max(1, len(d["grad_norm_ratio"]) // 10) :]) for d in row["diagnostics"]]
     masses = [list(mass_per_passage(d["sim_mass"]).values()) for d in row["diagnostics"] if d["sim_mass"]]
     return [row["group"], f"{statistics.fmean(ends):.2f}", f"{statistics.fmean(m[-1] for m in masses):.2f}" if masses else ""]
+
+
+def _time(way: dict[str, Any]) -> str:
+    if way["out_of_memory"]:
+        return "out of memory"
+    ratio = way["time_over_gradaccum"]
+    return f"{1000 * way['seconds']:.1f} ms" + ("" if ratio is None else f" (x{ratio:.2f})")
 
 
 def markdown(table: Sequence[Sequence[str]]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from contaccum.budget import device_bytes
-from contaccum.config import TrainConfig
+from contaccum.config import TrainConfig, with_bank
 from contaccum.methods import cut, get_method
 from contaccum.plan.predict import Prediction, Predictor, check
 from contaccum.sizes import parse_bytes
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def bank(self) -> int:
-        return self.config.bank if get_method(self.config.method).bank else 0
+        return self.config.bank_size if get_method(self.config.method).bank else 0
 
     def as_dict(self) -> dict[str, Any]:
         names = ("model", "method", "n_total", "n_local", "hard_negatives", "max_seq_length", "precision", "gradient_checkpointing", "tied")
@@ -132,13 +132,15 @@ def plan(
     """The plan for `config.memory`; ValueError if nothing fits.
 
     Args:
-        config: what is to be trained. `n_local` is not looked at, and `gradient_checkpointing` switched on where nothing fits without.
+        config: what is to be trained. `n_local` is not looked at, and `gradient_checkpointing` switched on where nothing fits without. The
+            rows are not known here: a bank of automatic size counts as large as it can get.
         query_tokens: longest query, where shorter than `config.max_seq_length`.
         n_local: judge this micro-batch size alone.
         apart: for `HalvingTrainer`, which keeps each micro-step's gradients apart until it has succeeded.
         alternatives: also look for what would allow a larger micro-batch.
         verify: where there is a CUDA device, run real updates and take the largest micro-batch size that they allow.
     """
+    config = with_bank(config)
     if config.memory is None:
         raise ValueError("no memory to plan for: give --memory, as 11GB")
     check(config, query_tokens)

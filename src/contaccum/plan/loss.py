@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from contaccum.bank import DualBank
 from contaccum.config import TrainConfig
 from contaccum.finite import Finite
 from contaccum.losses import ContAccumLoss
@@ -45,13 +46,19 @@ class _Accepted(Finite):
         return True
 
 
+def accept_arrivals(bank: DualBank) -> None:
+    """Let the micro-batch that waits enter, whatever its values."""
+    if bank._arrivals is not None:
+        bank._arrivals = replace(bank._arrivals, finite=_Accepted())
+
+
 def bank_loss(config: TrainConfig) -> ContAccumLoss:
     """The loss that `train` makes of a configuration, around no model."""
     return build_loss(
         get_method(config.method),
         nn.Identity(),  # type: ignore[arg-type]
         Batches(1, 1, None),  # GradCache's embeddings come from elsewhere; its loss is this one on all of them
-        config.bank,
+        config.bank_size,
         config.query_bank,
         config.similarity,
         scale=config.scale or {"dot": 1.0, "cosine": 20.0}[config.similarity],
@@ -87,10 +94,8 @@ def record_loss(config: TrainConfig, samples: int, width: int) -> LossTrace:
 def _micro_step(loss: ContAccumLoss, recorder: Recorder, embeddings: list[Tensor]) -> None:
     keys: list[Tensor | None] = [torch.zeros(len(column), dtype=torch.int64) for column in embeddings]
     value = loss.compute_loss_from_embeddings(embeddings, keys=keys)
-    arrivals = loss.criterion.bank._arrivals
-    if arrivals is not None:
-        loss.criterion.bank._arrivals = replace(arrivals, finite=_Accepted())
-    del arrivals, keys
+    accept_arrivals(loss.criterion.bank)
+    del keys
     recorder.next_segment()
     value.backward()
     recorder.next_segment()

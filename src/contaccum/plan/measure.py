@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from contaccum.config import TrainConfig
+from contaccum.config import TrainConfig, with_bank
 from contaccum.methods import get_method
 from contaccum.plan import Measured, Plan, Planner
 
@@ -76,6 +76,7 @@ def measure(config: TrainConfig, query_tokens: int | None = None, updates: int =
     from contaccum.plan.towers import tower_configs
     from contaccum.train import train
 
+    config = with_bank(config)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if written is None:
@@ -84,7 +85,7 @@ def measure(config: TrainConfig, query_tokens: int | None = None, updates: int =
             if query.to_dict() != passage.to_dict():
                 write_model(folder / "passage", passage)
         negatives = config.hard_negatives or 0
-        rows = max(config.n_total * updates, config.bank if get_method(config.method).bank else 0)
+        rows = max(config.n_total * updates, config.bank_size if get_method(config.method).bank else 0)
         write_texts(folder / "texts.jsonl", rows, negatives, query_tokens or config.max_seq_length, config.max_seq_length)
         options: dict[str, Any] = {
             "model": str(written or folder / "query"),

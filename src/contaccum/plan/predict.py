@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from contaccum.budget import blas_workspace_bytes
-from contaccum.config import PRECISIONS, TrainConfig
+from contaccum.config import PRECISIONS, TrainConfig, check_bank, with_bank
 from contaccum.methods import cut, get_method
 from contaccum.plan.loss import LossTrace, record_loss
 from contaccum.plan.towers import Tower, can_checkpoint, record, tower_configs
@@ -58,6 +58,7 @@ class Predictor:
         )
 
     def update(self, config: TrainConfig, query_tokens: int | None = None, processes: int = 1, apart: bool = False) -> Update:
+        config = with_bank(config)
         batches = cut(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
         queries = Texts(self._tower(config, 0, query_tokens or config.max_seq_length), query_tokens or config.max_seq_length, 1)
         passages = Texts(self._tower(config, 1, config.max_seq_length), config.max_seq_length, 1 + (config.hard_negatives or 0))
@@ -65,7 +66,7 @@ class Predictor:
             raise ValueError(
                 f"the towers' vectors have {queries.tower.width} and {passages.tower.width} dimensions; give a pair of one width"
             )
-        gathered = (batches.slice or batches.per_process) * processes
+        gathered = batches.micro_batch * processes
         return Update(
             queries=queries,
             passages=passages,
@@ -107,5 +108,4 @@ def check(config: TrainConfig, query_tokens: int | None = None) -> None:
     for name, tokens in (("--seq", config.max_seq_length), ("--query-seq", query_tokens)):
         if tokens is not None and tokens < 2:
             raise ValueError(f"{name} {tokens} is too short; use at least 2 tokens")
-    if config.bank < 0:
-        raise ValueError(f"bank={config.bank} is negative; use 0 or more")
+    check_bank(config.bank)
