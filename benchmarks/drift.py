@@ -1,14 +1,14 @@
 """Many trainings of one small pair of towers, fast: banks, corrections and learning rates compared on equal terms.
 
-Weights are constant inside one update, so its N_total samples are encoded at once and the K micro-losses are computed as one batch: micro-step k
-sees the bank's tuples and those of the k - 1 micro-batches before it. On a GPU the whole update is one CUDA graph. Loss and gradients are those
-of `DualBankInfoNCE` fed micro-batch by micro-batch (tests/test_fast_path.py); what it cannot do is save memory.
+Weights are constant inside one update, so its N_total samples are encoded at once and the K micro-losses are computed as one batch:
+micro-step k sees the bank's tuples and those of the k - 1 micro-batches before it. On a GPU the whole update is one CUDA graph. Loss and
+gradients are those of `DualBankInfoNCE` fed micro-batch by micro-batch (tests/test_fast_path.py); what it cannot do is save memory.
 
     python benchmarks/drift.py tokens --data ACL --model MODEL --output tokens.npz
     python benchmarks/drift.py run --tokens tokens.npz --model MODEL --grid grid.jsonl --output results.jsonl [--processes 6]
 
-A line of the grid is a `Setting`. Several processes share a grid: each takes the next line that nobody has taken. A result that is in the output
-already is not computed again.
+A line of the grid is a `Setting`. Several processes share a grid: each takes the next line that nobody has taken. A result that is in the
+output already is not computed again.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from contaccum.provenance import provenance
+
 SCALES = {"cosine": 20.0, "dot": 1.0}
 CLIP, EPS = 2.0, 1e-8
 QUERY_TOKENS, PASSAGE_TOKENS = 32, 128
@@ -45,7 +47,7 @@ class Setting:
     n_total: int = 128
     bank: int = 0
     mean: bool = False  # drift_correction="mean"
-    zero_sum: str = ""  # "both": zero_sum=True; "passages": of the passages' gradients alone
+    zero_sum: str = ""  # of gradients: "passages", with the mean "mean+zero-sum"; "both" towers', which is tried only here
     similarity: str = "cosine"
     lr: float = 1e-4
     epochs: float = 3
@@ -78,7 +80,9 @@ class Bank:
         s, total = self.setting, len(queries)
         k, n = total // s.n, s.n
         q, p = queries.detach().requires_grad_(), passages.detach().requires_grad_()
-        own = (SCALES[s.similarity] * (q.view(k, n, -1) @ p.view(k, n, -1).mT)).masked_fill(self._same_batch(query_keys, passage_keys), -torch.inf)
+        own = (SCALES[s.similarity] * (q.view(k, n, -1) @ p.view(k, n, -1).mT)).masked_fill(
+            self._same_batch(query_keys, passage_keys), -torch.inf
+        )
         if s.bank:
             losses = self._banked(q, p, own, query_keys.view(k, n), passage_keys.view(k, n))
         else:
@@ -178,11 +182,13 @@ class Tokens:
 
 def train(setting: Setting, tokens: Tokens, model: str, device: str) -> dict[str, Any]:
     torch.manual_seed(setting.seed)
-    towers = nn.ModuleList([Tower(model), Tower(model)]).to(device).train()
+    pair = [Tower(model), Tower(model)]
+    width: int = pair[0].bert.config.hidden_size
+    towers = nn.ModuleList(pair).to(device).train()
     parameters = list(towers.parameters())
     lr = torch.zeros((), device=device)
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, eps=EPS, fused=True, capturable=device == "cuda")
-    bank = Bank(setting, towers[0].bert.config.hidden_size, device)
+    bank = Bank(setting, width, device)
     pairs = tokens.pairs["train"][: setting.rows]
     chosen = torch.zeros(setting.n_total, dtype=torch.int64, device=device)
     last_loss = torch.zeros((), device=device)
@@ -199,7 +205,7 @@ def train(setting: Setting, tokens: Tokens, model: str, device: str) -> dict[str
         torch.autograd.backward([q, p], [grad_q, grad_p])
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
-        torch._foreach_zero_([parameter.grad for parameter in parameters])
+        torch._foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
         last_loss.copy_(loss)
 
     step = update
@@ -309,9 +315,10 @@ def work(tokens: str, model: str, grid: str, output: str, until: float) -> None:
         except Exception:
             found = {"error": traceback.format_exc()}
         with open(output, "a", encoding="utf-8") as results:
-            results.write(json.dumps({"setting": asdict(setting), **found, "total_seconds": time.perf_counter() - started}) + "\n")
-        told = found.get("error", f"MRR {found.get('MRR', 0):.2f}, {found.get('seconds', 0):.0f} s")
-        print(f"{setting.name}, {setting.similarity}, lr {setting.lr:g}, {setting.epochs:g} epochs, seed {setting.seed}: {told}", flush=True)
+            told = {"setting": asdict(setting), **found, "total_seconds": time.perf_counter() - started}
+            results.write(json.dumps({**told, "provenance": provenance(setting.seed)}) + "\n")
+        end = found.get("error", f"MRR {found.get('MRR', 0):.2f}, {found.get('seconds', 0):.0f} s")
+        print(f"{setting.name}, {setting.similarity}, lr {setting.lr:g}, {setting.epochs:g} epochs, seed {setting.seed}: {end}", flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
 
