@@ -69,7 +69,7 @@ class TrainConfig:
     memory: str | None = option(None, "hold the CUDA allocator to this, as 11GB")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     torch_compile: bool = option(False, "compile the towers' layers, which takes its time at the start")
-    unpad: bool | None = option(None, "compute no padding; left out: on a GPU in half precision, where the encoder allows it")
+    unpad: bool = option(False, "compute no padding: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-RoBERTa")
     tf32: bool = option(False, "fp32 matrix products with 10 bits of mantissa instead of 23, on NVIDIA GPUs since Ampere")
     seed: int = option(42, "seed of weights, order, dropout and drawn negatives")
     split: str = option("train", "split of a BEIR folder to train on")

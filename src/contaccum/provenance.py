@@ -29,13 +29,15 @@ def provenance(seed: int | None = None) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this package lies in, "-dirty" where files differ from it; `CONTACCUM_COMMIT` where there is no git."""
+    """`CONTACCUM_COMMIT` where it is set; else the commit of the checkout this package lies in, "-dirty" where files differ from it."""
+    if given := os.environ.get("CONTACCUM_COMMIT"):
+        return given
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
         told = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=folder, capture_output=True, text=True)
     except FileNotFoundError:  # no git on this machine
-        return os.environ.get("CONTACCUM_COMMIT")
-    return told.stdout.strip() if told.returncode == 0 else os.environ.get("CONTACCUM_COMMIT")
+        return None
+    return told.stdout.strip() if told.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:

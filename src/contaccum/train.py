@@ -37,7 +37,7 @@ from contaccum.plan import planned
 from contaccum.provenance import provenance
 from contaccum.runlog import EpochOf, Progress, RunLog
 from contaccum.sizes import parse_bytes
-from contaccum.speed import can_unpad, check_compiler, check_unpadded, compile_towers, encoders, has_flash_attention, unpad_towers
+from contaccum.speed import check_compiler, check_unpadded, compile_towers, unpad_towers
 from contaccum.towers import dual_encoder
 from contaccum.trainer import ContAccumTrainer, last_complete_checkpoint
 
@@ -135,8 +135,7 @@ def _check_speed(config: TrainConfig, cuda: bool) -> None:
 
 
 def _speed_up(config: TrainConfig, model: SentenceTransformer) -> None:
-    safe = config.precision != "fp32" and has_flash_attention() and all(map(can_unpad, encoders(model)))
-    if safe if config.unpad is None else config.unpad:
+    if config.unpad:
         unpad_towers(model)
     if config.torch_compile:
         compile_towers(model)
