@@ -14,9 +14,11 @@ output already is not computed again.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -305,9 +307,10 @@ def work(tokens: str, model: str, grid: str, output: str, until: float) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = True
     loaded = Tokens(tokens, device)
-    for number, line in enumerate(Path(grid).read_text().splitlines()):
+    finished = computed(Path(output))
+    for line in Path(grid).read_text().splitlines():
         setting = Setting(**json.loads(line))
-        if time.time() > until or not _claim(Path(f"{output}.claims"), number):
+        if setting in finished or time.time() > until or not _claim(Path(f"{output}.claims"), setting):
             continue
         started = time.perf_counter()
         try:
@@ -323,10 +326,18 @@ def work(tokens: str, model: str, grid: str, output: str, until: float) -> None:
             torch.cuda.empty_cache()
 
 
-def _claim(folder: Path, number: int) -> bool:
+def computed(output: Path) -> set[Setting]:
+    """Settings with a result in the output."""
+    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
+    return {Setting(**found["setting"]) for found in map(json.loads, lines) if "error" not in found}
+
+
+def _claim(folder: Path, setting: Setting) -> bool:
+    """Whether no other process has taken it."""
     folder.mkdir(exist_ok=True)
+    name = hashlib.sha256(repr(setting).encode()).hexdigest()[:16]
     try:
-        os.close(os.open(folder / str(number), os.O_CREAT | os.O_EXCL))
+        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     return True
@@ -349,6 +360,8 @@ def main() -> None:
     if a.command == "tokens":
         write_tokens(a.data, a.model, a.output)
         return
+    if a.until is None:  # not one of the processes that share a grid: claims that lie there are of a run that ended
+        shutil.rmtree(f"{a.output}.claims", ignore_errors=True)
     until = a.until or time.time() + a.seconds
     others = [subprocess.Popen([sys.executable, *sys.argv, "--processes", "1", "--until", str(until)]) for _ in range(a.processes - 1)]
     work(a.tokens, a.model, a.grid, a.output, until)

@@ -71,6 +71,8 @@ def methods(runs: Sequence[Row]) -> list[Row]:
 def tests(runs: Sequence[Row]) -> list[Row]:
     """Ours against each baseline: the queries' reciprocal ranks, averaged over the seeds that both have, paired by query."""
     by_seed = {(run["setting"]["name"], *(run["setting"][name] for name in CELL), run["setting"]["seed"]): run for run in runs}
+    if len(by_seed) < len(runs):
+        raise ValueError("some methods have two runs of one seed, of different learning rates or banks; give one of each")
     found = []
     for similarity, epochs, n in sorted({key[1:4] for key in by_seed if key[0] == OURS}):
         for baseline in BASELINES:

@@ -262,6 +262,14 @@ def test_a_bank_of_automatic_size_takes_the_size_it_is_told_and_no_other_once_it
     assert criterion.bank.size == 8
 
 
+def test_a_bank_of_automatic_size_holds_no_more_queries_than_passages() -> None:
+    criterion = DualBankInfoNCE(bank_size="auto", query_bank_size=2048)
+    criterion.resize_bank(4096)
+    assert criterion.bank.query_size == 2048
+    criterion.resize_bank(64)
+    assert criterion.bank.query_size == 64
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_bank_of_automatic_size_takes_that_of_a_loaded_state(nested: bool) -> None:
     saved, auto, fixed = DualBankInfoNCE(bank_size=6), DualBankInfoNCE(bank_size="auto"), DualBankInfoNCE(bank_size=1024)

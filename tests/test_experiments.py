@@ -202,6 +202,47 @@ def test_a_process_that_dies_fails_its_cell_and_the_next_gets_another(tmp_path: 
     assert json.loads((tmp_path / "result.json").read_text())["predicted_bytes"] == 16 * 3 * 8 * 4
 
 
+MEMORY_CELL = {"kind": "memory", "seed": 0, "options": {"bank": 16, "n": 4, "width": 8, "hard_negatives": 1}}
+
+
+def written(folder: Path, cell: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "cell.json").write_text(json.dumps(cell))
+    return folder
+
+
+def test_after_a_failed_cell_the_next_has_a_new_process_and_each_its_own_log(tmp_path: Path) -> None:
+    server = runner._Server()
+    bad, good, third = (written(tmp_path / name, MEMORY_CELL) for name in "abc")
+    (bad / "cell.json").write_text(json.dumps({**MEMORY_CELL, "options": {}}))
+    assert [server.run(folder) for folder in (bad, good)] == [False, True]
+    process = server.process
+    assert server.run(third) is True
+    assert server.process is process
+    server.stop()
+    assert "KeyError" in (bad / "cell.log").read_text()
+    assert (good / "cell.log").read_text() == (third / "cell.log").read_text() == ""
+
+
+def test_a_cell_that_cannot_be_started_does_not_hold_up_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [(name, written(tmp_path / name, MEMORY_CELL)) for name in "ab"]
+    run = runner._Server.run
+
+    def full(self: runner._Server, folder: Path) -> bool:
+        if folder.name == "a":
+            raise OSError("no space left")
+        return run(self, folder)
+
+    monkeypatch.setattr(runner._Server, "run", full)
+    assert [(name, good) for name, good, _ in runner._in_processes(folders, 1)] == [("a", False), ("b", True)]
+    assert "no space left" in (tmp_path / "a" / "cell.log").read_text()
+
+
+def test_a_finished_cell_of_other_options_is_not_taken_for_this_one(found: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"was computed with lr=0\.001, not 0\.5; use another --output"):
+        reproduce(Request("main", folder / "main", scale="tiny", settings=(("lr", 0.5),)), say=lambda line: None)
+
+
 def test_a_killed_grid_goes_on(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "contaccum", "reproduce", "simmass", "--scale", "tiny", "--output", str(tmp_path / "out")]
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -253,6 +294,7 @@ def test_other_data_sets(dataset: str, tmp_path: Path) -> None:
         (["main", "--set", "lr"], "--set 'lr' must be NAME=VALUE"),
         (["main", "--set", "lr=fast"], "lr='fast' is not"),
         (["main", "--set", "method=dpr"], "--set method is the experiment's own"),
+        (["main", "--set", "drift_correction=mean"], "--set drift_correction would change nothing"),
         (["main", "--dataset", "acl"], "acl needs --data"),
         (["main", "--only", "nobody"], "--only 'nobody' names no cell"),
         (["main", "--set", "bank=auto"], "--set bank=auto is no bank of the paper's"),

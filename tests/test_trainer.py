@@ -178,6 +178,16 @@ def test_what_enters_a_bank_decides_its_automatic_size(tiny_encoder, gathers, mi
     assert made[0].criterion.bank.size == max(few // 16 // losses // (1 if gathers else 2), micro_batch)
 
 
+def test_one_loss_for_two_data_sets_counts_once(tiny_encoder) -> None:
+    loss = ContAccumLoss(tiny_encoder())
+    callback = ContAccumCallback({"a": loss, "b": loss})
+    args = SimpleNamespace(world_size=1, gradient_accumulation_steps=2, learning_rate=1.0)
+    state = SimpleNamespace(global_step=0, train_batch_size=4)
+    callback.on_train_begin(args, state, None, train_dataloader=SimpleNamespace(dataset=range(10_000)))
+    callback.on_optimizer_step(args, state, None, optimizer=SimpleNamespace(param_groups=[{"lr": 0.5}]))
+    assert (loss.criterion.bank.size, loss.criterion.updates) == (8 * 4 * 2, 1)
+
+
 @pytest.mark.parametrize("way", ["trainer", "callback"])
 @pytest.mark.parametrize("bank", [12, "auto"])
 def test_resume_is_bit_equal(tiny_encoder, tmp_path, way, bank) -> None:

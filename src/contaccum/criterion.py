@@ -172,7 +172,10 @@ class DualBankInfoNCE(nn.Module):
 
     def _empty_bank(self, size: int) -> DualBank:
         means = None if self.drift_correction is None else RunningMeans()
-        return DualBank(size, self._query_bank_size, self.scale, self._bank_dtype, means, unit=self.similarity == "cosine")
+        queries = self._query_bank_size
+        if queries is not None and self.auto_bank:
+            queries = min(queries, size)
+        return DualBank(size, queries, self.scale, self._bank_dtype, means, unit=self.similarity == "cosine")
 
     def _vectors(self, queries: Tensor, positives: Tensor, negatives: Tensor | None) -> tuple[Tensor, Tensor]:
         """(n, d) and (n, 1 + h, d) in computing precision, normalised for cosine; part of the autograd graph."""

@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 REDUCTIONS = ("paper", "local")
-CHUNK_SCORES = 4_194_304  # scores between bank entries held at a time
-CHUNK_SCORES_CUDA = 16_777_216  # more where launching a kernel costs more than running it
+CHUNK_SCORES = 16_777_216  # scores between bank entries held at a time
 _CHUNK_ROWS = 8192  # bank rows cast to the computing precision at a time, where the bank is stored in another
 
 
@@ -126,7 +125,7 @@ def row_log_sums(rows: Rows, columns: Columns, scale: float) -> Tensor:
     On CUDA, float32 scores have TF32's ten bits of mantissa (about 1e-4 off): constants, of which one sum per row is used.
     """
     device = columns.passages.device
-    step = max(1, (CHUNK_SCORES_CUDA if device.type == "cuda" else CHUNK_SCORES) // columns.passages[..., 0].numel())
+    step = max(1, CHUNK_SCORES // columns.passages[..., 0].numel())
     with torch.autocast(device.type, enabled=False), tensor_cores(device):
         parts = [score_block(rows.part(i, i + step), columns, scale).flatten(1).logsumexp(1) for i in range(0, len(rows), step)]
     return torch.cat(parts) if parts else rows.queries.new_empty(0)

@@ -94,7 +94,7 @@ class ContAccumCallback(SkippedSteps):
         """`auto_bank` of what enters this bank: of all processes if it gathers, and of several losses its share."""
         batch = state.train_batch_size or args.train_batch_size
         processes = args.world_size if loss.gather_across_devices else 1
-        losses = len(self.loss) if isinstance(self.loss, dict) else 1
+        losses = len({id(part) for part in self.loss.values()}) if isinstance(self.loss, dict) else 1
         dataset = getattr(loader, "dataset", None)
         rows = len(dataset) * processes // (args.world_size * losses) if isinstance(dataset, Sized) else None
         n_total = batch * args.gradient_accumulation_steps * processes // losses
@@ -175,8 +175,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
 
 
 def bank_losses(loss: nn.Module | dict[str, nn.Module]) -> Iterator[ContAccumLoss]:
-    for part in loss.values() if isinstance(loss, dict) else [loss]:
-        yield from (module for module in part.modules() if isinstance(module, ContAccumLoss))
+    """Each once, also where one serves several data sets."""
+    found = [m for part in (loss.values() if isinstance(loss, dict) else [loss]) for m in part.modules() if isinstance(m, ContAccumLoss)]
+    yield from dict.fromkeys(found)
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

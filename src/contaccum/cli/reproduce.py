@@ -74,5 +74,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
     values = {name.replace("-", "_"): yaml.safe_load(value) for name, _, value in pairs}
     if own := set(values) & {"data", "output", "model", "seed", "method"}:
         raise ValueError(f"--set {own.pop()} is the experiment's own; use its option")
+    if own := set(values) & {"n_local", "drift_correction"}:
+        raise ValueError(f"--set {own.pop()} would change nothing: each cell has its own; choose cells with --only")
     config = load_config(None, values)
     return {name: getattr(config, name) for name in values}

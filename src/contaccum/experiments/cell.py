@@ -135,7 +135,7 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Cells by their folders until the input ends."""
+    """Cells by their folders until the input ends, or one fails: what it left of the process is not for the next."""
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         folder = Path(line.rstrip("\n"))
@@ -144,12 +144,16 @@ def serve() -> None:
                 os.dup2(log.fileno(), stream)
         try:
             run_cell(folder)
-            print("done", file=answers, flush=True)
+            _forget()
+            answer = "done"
         except Exception:  # told by whoever asked, from the log
             traceback.print_exc()
-            sys.stderr.flush()
-            print("failed", file=answers, flush=True)
-        _forget()
+            answer = "failed"
+        sys.stdout.flush()  # into this cell's log
+        sys.stderr.flush()
+        print(answer, file=answers, flush=True)
+        if answer == "failed":
+            return
 
 
 def _forget() -> None:

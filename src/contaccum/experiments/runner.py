@@ -16,6 +16,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -63,6 +64,8 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
     experiment = EXPERIMENTS[request.experiment]
     cells = planned(request)
     folders = {cell.name: request.output / "cells" / cell.name for cell in cells}
+    for cell in cells:
+        _check_finished(cell, folders[cell.name], dict(request.settings))
     waiting = [cell for cell in cells if not (folders[cell.name] / "result.json").exists()]
     say(f"{experiment.name} ({experiment.paper}): {len(cells)} cells, {len(cells) - len(waiting)} finished before")
     if waiting:
@@ -76,6 +79,17 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
     for name in failed:
         say(f"failed: {name}; the end of {folders[name] / 'cell.log'}:\n{_tail(folders[name] / 'cell.log')}")
     return {**_write(request, experiment, finished), "failed": failed}
+
+
+def _check_finished(cell: Cell, folder: Path, settings: dict[str, Any]) -> None:
+    """ValueError where a finished cell was computed with other options than are asked for now."""
+    if not (folder / "result.json").exists():
+        return
+    before = json.loads((folder / "cell.json").read_text(encoding="utf-8"))["options"]
+    wanted = json.loads(json.dumps({**settings, **cell.options} if cell.kind == "train" else cell.options))
+    for name, value in wanted.items():
+        if before.get(name) != value:
+            raise ValueError(f"{folder} was computed with {name}={before.get(name)!r}, not {value!r}; use another --output or delete it")
 
 
 def planned(request: Request) -> list[Cell]:
@@ -159,8 +173,12 @@ def _in_processes(cells: Sequence[tuple[str, Path]], jobs: int) -> Iterator[tupl
                 name, folder = waiting.popleft()
             except IndexError:  # another thread took the last
                 return
-            begun = time.monotonic()
-            ended.put((name, server.run(folder), time.monotonic() - begun))
+            begun, good = time.monotonic(), False
+            try:
+                good = server.run(folder)
+            except OSError as error:  # no process, or no log, can be had: the cell's failure, not the grid's
+                _note(folder, f"could not run: {error}")
+            ended.put((name, good, time.monotonic() - begun))
 
     threads = [threading.Thread(target=work, args=(server,), daemon=True) for server in servers]
     try:
@@ -191,10 +209,10 @@ class _Server:
             answer = self.process.stdout.readline().strip()
         except BrokenPipeError:
             answer = ""
-        if not answer:
+        if answer != "done":  # it ends, by itself after a failed cell
             code = self.process.wait()
-            with open(folder / "cell.log", "a", encoding="utf-8") as log:
-                print(f"the process ended with {code}" + (" (killed: out of memory?)" if code == -9 else ""), file=log)
+            if answer != "failed":
+                _note(folder, f"the process ended with {code}" + (" (killed: out of memory?)" if code == -9 else ""))
         return answer == "done"
 
     def _start(self, folder: Path) -> subprocess.Popen[str]:
@@ -208,6 +226,11 @@ class _Server:
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
+
+
+def _note(folder: Path, line: str) -> None:
+    with suppress(OSError), open(folder / "cell.log", "a", encoding="utf-8") as log:
+        print(line, file=log)
 
 
 def _result(folder: Path) -> dict[str, Any] | None:

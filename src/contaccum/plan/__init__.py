@@ -162,11 +162,11 @@ def planned(config: TrainConfig, hard_negatives: int, processes: int = 1) -> Tra
     """`config` with `n_local`, and gradient checkpointing where it is needed, as planned for `--n-local auto`."""
     if config.whole_updates:
         raise ValueError("n_local=auto fits micro-batches into the memory, but whole_updates encodes n_total at once; use one of them")
-    if config.memory is None and torch.cuda.is_available():
-        config = replace(config, memory=f"{device_bytes()}B")
-    if config.memory is None:
+    memory = config.memory or (f"{device_bytes()}B" if torch.cuda.is_available() else None)
+    if memory is None:
         raise ValueError("n_local=auto needs a memory to fill: give --memory, as 11GB")
-    found = plan(replace(config, hard_negatives=hard_negatives), processes=processes, apart=processes == 1, alternatives=False)
+    asked = replace(config, hard_negatives=hard_negatives, memory=memory)  # a run is resumed with the memory it was given
+    found = plan(asked, processes=processes, apart=processes == 1, alternatives=False)
     return replace(config, n_local=found.config.n_local, gradient_checkpointing=found.config.gradient_checkpointing)
 
 
