@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from contaccum.cli import app
-from contaccum.experiments import runner
+from contaccum.experiments import processes
 from contaccum.experiments.figures import mass_per_passage
 from contaccum.experiments.grid import SCALES
 from contaccum.experiments.runner import EXPERIMENTS, Request, planned, reproduce
@@ -190,7 +190,7 @@ def test_a_failed_cell_is_told_and_stops_no_other(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_fails_its_cell_and_the_next_gets_another(tmp_path: Path) -> None:
-    server = runner._Server()
+    server = processes.Server()
     dying = "import sys; sys.stdin.readline(); sys.exit(3)"
     server.process = subprocess.Popen([sys.executable, "-c", dying], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.run(tmp_path) is False
@@ -212,7 +212,7 @@ def written(folder: Path, cell: dict[str, Any]) -> Path:
 
 
 def test_after_a_failed_cell_the_next_has_a_new_process_and_each_its_own_log(tmp_path: Path) -> None:
-    server = runner._Server()
+    server = processes.Server()
     bad, good, third = (written(tmp_path / name, MEMORY_CELL) for name in "abc")
     (bad / "cell.json").write_text(json.dumps({**MEMORY_CELL, "options": {}}))
     assert [server.run(folder) for folder in (bad, good)] == [False, True]
@@ -226,15 +226,15 @@ def test_after_a_failed_cell_the_next_has_a_new_process_and_each_its_own_log(tmp
 
 def test_a_cell_that_cannot_be_started_does_not_hold_up_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = [(name, written(tmp_path / name, MEMORY_CELL)) for name in "ab"]
-    run = runner._Server.run
+    run = processes.Server.run
 
-    def full(self: runner._Server, folder: Path) -> bool:
+    def full(self: processes.Server, folder: Path) -> bool:
         if folder.name == "a":
             raise OSError("no space left")
         return run(self, folder)
 
-    monkeypatch.setattr(runner._Server, "run", full)
-    assert [(name, good) for name, good, _ in runner._in_processes(folders, 1)] == [("a", False), ("b", True)]
+    monkeypatch.setattr(processes.Server, "run", full)
+    assert [(name, good) for name, good, _ in processes.in_processes(folders, 1)] == [("a", False), ("b", True)]
     assert "no space left" in (tmp_path / "a" / "cell.log").read_text()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from contaccum.drift import RunningMeans
 from contaccum.finite import Finite, largest
 from contaccum.infonce import CHUNK_SCORES, Blocks, Columns, Past, Rows, over_passages, row_log_sums, score_block
-from contaccum.table import LazyBuffers, LogSumTable, write_ring, zero_ring
+from contaccum.table import LazyBuffers, LogSumTable, ring_slots, write_ring
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,8 @@ class DualBank(LazyBuffers):
         _write(self._column_ids, start, new.columns.ids, kept)
         _write(self._column_query_keys, start, new.columns.query_keys, kept)
         _write(self._passage_keys, start, new.columns.passage_keys, kept)
-        zero_ring(self._ages, start, kept)
+        for slots in ring_slots(self._ages, start, kept):
+            slots.zero_()
         if new.uncorrected is not None and self.means is not None:
             self.means.add(*new.uncorrected)
         if new.log_sums is not None and new.log_sums.old_over_new is not None:

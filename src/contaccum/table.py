@@ -20,20 +20,18 @@ class LazyBuffers(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def write_ring(ring: Tensor, start: int, values: Tensor) -> None:
-    """`values` into the slots start, start + 1, ... of dim 0, going round at its end. At most as many as there are slots."""
-    first = min(len(values), len(ring) - start)
-    ring[start : start + first] = values[:first]
-    if first < len(values):
-        ring[: len(values) - first] = values[first:]
-
-
-def zero_ring(ring: Tensor, start: int, count: int) -> None:
-    """Zeros into `count` slots from `start` on, as `write_ring` does."""
+def ring_slots(ring: Tensor, start: int, count: int) -> list[Tensor]:
+    """Views of the slots start, start + 1, ... of dim 0, going round at its end: one piece or two. At most as many as there are slots."""
     first = min(count, len(ring) - start)
-    ring[start : start + first].zero_()
-    if first < count:
-        ring[: count - first].zero_()
+    return [ring[start : start + first]] if first == count else [ring[start:], ring[: count - first]]
+
+
+def write_ring(ring: Tensor, start: int, values: Tensor) -> None:
+    """`values` into the slots from `start` on."""
+    done = 0
+    for slots in ring_slots(ring, start, len(values)):
+        slots.copy_(values[done : done + len(slots)])
+        done += len(slots)
 
 
 class LogSumTable(LazyBuffers):

@@ -8,24 +8,16 @@ last checkpoint; a cell that fails is told and does not stop the others.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import threading
 import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, simmass, speed
-from contaccum.experiments.cell import run_cell
 from contaccum.experiments.datasets import DATASETS, Ready, corpus_texts, ready
 from contaccum.experiments.grid import SCALES, Cell, Experiment, Scale, with_seeds
+from contaccum.experiments.processes import in_processes, in_this_process
 from contaccum.experiments.tables import markdown, rows_of, table_of
 from contaccum.provenance import provenance
 
@@ -148,89 +140,9 @@ def _write_spec(cell: Cell, folder: Path, base: _Base) -> None:
 def _run_all(cells: Sequence[tuple[str, Path]], jobs: int, say: Callable[[str], None]) -> None:
     """At most `jobs` processes at once, or all in this one; a line as each ends."""
     started = time.monotonic()
-    for ended, (name, good, seconds) in enumerate(_in_processes(cells, jobs) if jobs else _in_this_process(cells), start=1):
+    for ended, (name, good, seconds) in enumerate(in_processes(cells, jobs) if jobs else in_this_process(cells), start=1):
         left = (time.monotonic() - started) / ended * (len(cells) - ended)
         say(f"[{ended}/{len(cells)}] {'done' if good else 'FAILED'}: {name}, {seconds:.0f} s; about {left:.0f} s left")
-
-
-def _in_this_process(cells: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, bool, float]]:
-    for name, folder in cells:
-        begun = time.monotonic()
-        try:
-            run_cell(folder)
-        except Exception:  # told at the end, like that of a process
-            (folder / "cell.log").write_text(traceback.format_exc(), encoding="utf-8")
-        yield name, (folder / "result.json").exists(), time.monotonic() - begun
-
-
-def _in_processes(cells: Sequence[tuple[str, Path]], jobs: int) -> Iterator[tuple[str, bool, float]]:
-    waiting, ended = deque(cells), SimpleQueue[tuple[str, bool, float]]()
-    servers = [_Server() for _ in range(min(jobs, len(cells)))]
-
-    def work(server: _Server) -> None:
-        while waiting:
-            try:
-                name, folder = waiting.popleft()
-            except IndexError:  # another thread took the last
-                return
-            begun, good = time.monotonic(), False
-            try:
-                good = server.run(folder)
-            except OSError as error:  # no process, or no log, can be had: the cell's failure, not the grid's
-                _note(folder, f"could not run: {error}")
-            ended.put((name, good, time.monotonic() - begun))
-
-    threads = [threading.Thread(target=work, args=(server,), daemon=True) for server in servers]
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in cells:
-            yield ended.get()
-    finally:
-        waiting.clear()
-        for server in servers:
-            server.stop()
-
-
-class _Server:
-    """A process that runs one cell after another; a new one where it died."""
-
-    def __init__(self) -> None:
-        self.process: subprocess.Popen[str] | None = None
-
-    def run(self, folder: Path) -> bool:
-        """Whether the cell came to its end."""
-        if self.process is None or self.process.poll() is not None:
-            self.process = self._start(folder)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            print(folder, file=self.process.stdin, flush=True)
-            answer = self.process.stdout.readline().strip()
-        except BrokenPipeError:
-            answer = ""
-        if answer != "done":  # it ends, by itself after a failed cell
-            code = self.process.wait()
-            if answer != "failed":
-                _note(folder, f"the process ended with {code}" + (" (killed: out of memory?)" if code == -9 else ""))
-        return answer == "done"
-
-    def _start(self, folder: Path) -> subprocess.Popen[str]:
-        quiet = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        words = [sys.executable, "-m", "contaccum.experiments.cell"]
-        with open(folder / "cell.log", "ab") as log:
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-            return subprocess.Popen(words, text=True, env={**os.environ, **quiet}, **pipes)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
-
-
-def _note(folder: Path, line: str) -> None:
-    with suppress(OSError), open(folder / "cell.log", "a", encoding="utf-8") as log:
-        print(line, file=log)
 
 
 def _result(folder: Path) -> dict[str, Any] | None:
