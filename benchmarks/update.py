@@ -1,11 +1,11 @@
 """Time of one update by bank and by samples per update, ours against gradient accumulation, GradCache and the paper's own way.
 
-    python benchmarks/update.py --json results/update-h200.json     # needs a CUDA device; under four minutes on an H200
+    python benchmarks/update.py --json results/update-h200.json     # needs a CUDA device; several minutes on an H200
     python benchmarks/update.py --draw results/update-h200.json     # docs/update-by-bank-fp32.svg, .png, ...
 
-BERT-base towers, queries of 32 and passages of 256 tokens, one hard negative, n = 8. By bank: 512 samples per update, in fp32 and bf16. By
-samples: a bank of 1,024, fp32. gradaccum and gradcache have no bank and are measured once; contaccum with the drift correction (our
-default) up to a bank of 8,192. Towers run eagerly, as they do in all of these.
+BERT-base towers, texts of 256 tokens, one hard negative, n = 8. By bank: 512 samples per update. By samples: a bank of 1,024, fp32.
+gradaccum and gradcache have no bank and are measured once; contaccum with the drift correction (our default) and the paper's own way, whose
+whole matrix would take 34 GB, up to a bank of 8,192. Towers run eagerly, as they do in all of these.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ SEED = 0
 BANKS = (1024, 8192, 65536)
 TOTALS = (8, 16, 32, 64, 128, 256, 512)
 COMPARED = ("gradaccum", "contaccum", "contaccum (default)", "gradcache", "official contaccum")
-CORRECTED_UP_TO = 8192  # tuples: with the correction scores between bank entries are computed anew, O(bank^2)
+SQUARE = ("contaccum (default)", "official contaccum")  # O(bank^2) per micro-step
+SQUARE_UP_TO = 8192  # tuples
+PRECISIONS = ("fp32", "bf16")
 Row = dict[str, Any]
 
 
@@ -39,9 +41,11 @@ def main() -> None:
     parser.add_argument("--model", default="bert-base", choices=SIZES)
     parser.add_argument("--n-total", type=int, default=512, help="samples per update, by bank")
     parser.add_argument("--banks", type=int, nargs="+", default=list(BANKS))
-    parser.add_argument("--totals", type=int, nargs="+", default=list(TOTALS))
+    parser.add_argument("--totals", type=int, nargs="*", default=list(TOTALS), help="samples per update; none: only by bank")
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS, help="by bank")
+    parser.add_argument("--query-tokens", type=int, default=256)
     parser.add_argument("--passage-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--draw", type=Path, help="measure nothing: draw this file")
     parser.add_argument("--folder", type=Path, default=Path("docs"), help="where drawings go")
@@ -50,24 +54,25 @@ def main() -> None:
         draw(json.loads(args.draw.read_text(encoding="utf-8")), args.folder)
         return
     torch.set_float32_matmul_precision("highest")  # no TF32
-    shape = {"passage_tokens": args.passage_tokens}
-    found = {
-        "by_bank": measure_cases(args.model, list(by_bank(args.n_total, args.banks, shape)), args.rounds, updates=1, seed=SEED),
-        "by_samples": measure_cases(args.model, list(by_samples(args.totals, args.banks[0], shape)), args.rounds, updates=1, seed=SEED),
-    }
-    for rows in found.values():
-        show_table(table(rows))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"provenance": provenance(SEED), **found}, indent=1) + "\n", encoding="utf-8")
+    shape = {"query_tokens": args.query_tokens, "passage_tokens": args.passage_tokens}
+    parts = [("by_bank", by_bank(args.n_total, args.banks, precision, shape)) for precision in args.precisions]
+    parts.append(("by_samples", by_samples(args.totals, args.banks[0], shape)))
+    found: dict[str, list[Row]] = {"by_bank": [], "by_samples": []}
+    for name, cases in parts:
+        if chosen := list(cases):
+            rows = measure_cases(args.model, chosen, args.rounds, updates=1, seed=SEED)
+            show_table(table(rows))
+            found[name] += rows
+            if args.json:
+                args.json.parent.mkdir(parents=True, exist_ok=True)
+                args.json.write_text(json.dumps({"provenance": provenance(SEED), **found}, indent=1) + "\n", encoding="utf-8")
 
 
-def by_bank(n_total: int, banks: Sequence[int], shape: dict[str, Any]) -> Iterable[Case]:
-    for precision in ("fp32", "bf16"):
-        for way in COMPARED:
-            for bank in banks if WAYS[way].banked else [0]:
-                if way != "contaccum (default)" or bank <= CORRECTED_UP_TO:
-                    yield Case(way, Workload(n_total, bank=bank, precision=precision, **shape))
+def by_bank(n_total: int, banks: Sequence[int], precision: str, shape: dict[str, Any]) -> Iterable[Case]:
+    for way in COMPARED:
+        for bank in banks if WAYS[way].banked else [0]:
+            if way not in SQUARE or bank <= SQUARE_UP_TO:
+                yield Case(way, Workload(n_total, bank=bank, precision=precision, **shape))
 
 
 def by_samples(totals: Sequence[int], bank: int, shape: dict[str, Any]) -> Iterable[Case]:
@@ -76,12 +81,13 @@ def by_samples(totals: Sequence[int], bank: int, shape: dict[str, Any]) -> Itera
 
 
 def draw(content: dict[str, list[Row]], folder: Path) -> None:
-    for precision in ("fp32", "bf16"):
+    for precision in sorted({row["precision"] for row in content["by_bank"]}):
         rows = [row for row in content["by_bank"] if row["precision"] == precision]
         figure = drawn(rows, "bank", sorted({row["bank"] for row in rows if row["banked"]}))
         figure.axes[0].set_xscale("log", base=2)
         save(figure, folder, f"update-by-bank-{precision}")
-    save(drawn(content["by_samples"], "n_total", []), folder, "update-by-samples")
+    if content["by_samples"]:
+        save(drawn(content["by_samples"], "n_total", []), folder, "update-by-samples")
 
 
 def drawn(rows: Sequence[Row], x: str, banks: Sequence[int]) -> Any:

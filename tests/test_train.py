@@ -306,6 +306,13 @@ def test_memory_limit_says_when_it_cannot_be_enforced(jsonl, model_folder, tmp_p
     assert "note: the memory limit cannot be enforced: there is no CUDA device here" in capsys.readouterr().out
 
 
+def test_workers_tokenise_where_the_tokenizer_was_told_to_use_threads(jsonl, model_folder, tmp_path) -> None:
+    """Its threads do not follow into a forked worker, which would wait for them."""
+    words = command(options(jsonl(), model_folder, tmp_path / "run", workers=1, epochs=1))
+    done = run(words, env={**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"})
+    assert done.returncode == 0, done.stderr
+
+
 def test_tensorboard_through_report_to(jsonl, model_folder, tmp_path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     train(TrainConfig(**options(jsonl(32), model_folder, tmp_path / "run", epochs=1, report_to="tensorboard", log_every=1)))

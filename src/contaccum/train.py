@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -302,9 +303,17 @@ def _arguments(
 
 
 def _workers(config: TrainConfig) -> int:
-    if config.workers is None:
-        return 2 if torch.cuda.is_available() else 0
-    return config.workers
+    workers = (2 if torch.cuda.is_available() else 0) if config.workers is None else config.workers
+    if workers:
+        _forked_tokenise_alone()
+    return workers
+
+
+@cache
+def _forked_tokenise_alone() -> None:
+    """A tokenizer's threads do not follow a process that is forked: one told to use them (TOKENIZERS_PARALLELISM=true) would wait forever."""
+    if hasattr(os, "register_at_fork"):  # where processes are forked at all
+        os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
 
 
 def _finish(run: Path, model: Any, summary: dict[str, Any]) -> None:

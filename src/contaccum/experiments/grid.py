@@ -84,8 +84,7 @@ SCALES = {
         bench_tokens=(32, 128),
         train=_SMALL,
         rows=20_000,
-        speed_rounds=2,
-        speed_updates=2,
+        speed_updates=1,
     ),
     "tiny": Scale(
         micro=(2, 4, 8),

@@ -83,7 +83,7 @@ class Server:
         return answer == "done"
 
     def _start(self, folder: Path) -> subprocess.Popen[str]:
-        quiet = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "true"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         words = [sys.executable, "-m", "contaccum.experiments.cell"]
         with open(folder / "cell.log", "ab") as log:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
