@@ -57,7 +57,9 @@ def main() -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32
     shape = {name: getattr(args, name) for name in ("n_total", "bank", "query_tokens", "passage_tokens", "lengths")}
     n = args.n_local or planned_size(args.model, args.memory, Workload(**shape, precision="bf16"))
-    rows = measure_cases(args.model, list(cases(Workload(**shape), n, args.minis, args.regions)), args.rounds, args.updates, seed=SEED)
+    rows = measure_cases(
+        args.model, list(cases(Workload(**shape), n, args.minis, args.regions)), args.rounds, args.updates, seed=SEED, say=print
+    )
     show_table(table(rows))
     told = ratios(rows)
     for name, value in told.items():

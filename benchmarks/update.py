@@ -60,7 +60,7 @@ def main() -> None:
     found: dict[str, list[Row]] = {"by_bank": [], "by_samples": []}
     for name, cases in parts:
         if chosen := list(cases):
-            rows = measure_cases(args.model, chosen, args.rounds, updates=1, seed=SEED)
+            rows = measure_cases(args.model, chosen, args.rounds, updates=1, seed=SEED, say=print)
             show_table(table(rows))
             found[name] += rows
             if args.json:

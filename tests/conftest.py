@@ -18,6 +18,15 @@ import pytest
 WORDS = [f"w{i}" for i in range(60)]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
+
+
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A word-level tokenizer over `WORDS`, with BERT's special tokens."""

@@ -306,6 +306,18 @@ def test_memory_limit_says_when_it_cannot_be_enforced(jsonl, model_folder, tmp_p
     assert "note: the memory limit cannot be enforced: there is no CUDA device here" in capsys.readouterr().out
 
 
+def test_gradient_checkpointing_reaches_the_towers_and_changes_nothing(jsonl, model_folder, tmp_path, monkeypatch) -> None:
+    recomputed = []
+    checkpoint = torch.utils.checkpoint.checkpoint
+    monkeypatch.setattr("transformers.modeling_utils.checkpoint", lambda *args, **kw: recomputed.append(1) or checkpoint(*args, **kw))
+    for name, checkpointing in {"plain": False, "checkpointed": True}.items():
+        assert not recomputed
+        train(TrainConfig(**options(jsonl(), model_folder, tmp_path / name, epochs=1, gradient_checkpointing=checkpointing)))
+    assert recomputed
+    plain, checkpointed = (final_state(tmp_path / name) for name in ("plain", "checkpointed"))
+    assert plain["log"] == checkpointed["log"]
+
+
 def test_workers_tokenise_where_the_tokenizer_was_told_to_use_threads(jsonl, model_folder, tmp_path) -> None:
     """Its threads do not follow into a forked worker, which would wait for them."""
     words = command(options(jsonl(), model_folder, tmp_path / "run", workers=1, epochs=1))

@@ -137,10 +137,17 @@ def measure(
 
 
 def measure_cases(
-    size: str, cases: Sequence[Case], rounds: int = 3, updates: int = 3, device: str | None = None, seed: int = 0
+    size: str,
+    cases: Sequence[Case],
+    rounds: int = 3,
+    updates: int = 3,
+    device: str | None = None,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """A row per case: median seconds of an update, samples per second, peak memory, share of the GPU's peak, and its seconds over those of
     gradaccum with the same workload, where that is among the cases. Where memory ran out these are None and `out_of_memory` is true.
+    Each turn is told by `say`.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check(size, cases, rounds, updates, device.startswith("cuda"))
@@ -152,13 +159,22 @@ def measure_cases(
     for _ in range(rounds):
         for case in cases:
             if None not in turns[case]:
-                turns[case].append(_turn(case, model, optimizer, updates, seed))
+                turns[case].append(turn := _turn(case, model, optimizer, updates, seed))
+                say(_told(case, turn))
     rows = [_row(size, case, turns[case], seed) for case in cases]
     bases = {_comparable(case): row["seconds"] for case, row in zip(cases, rows, strict=True) if case.way == "gradaccum"}
     for case, row in zip(cases, rows, strict=True):
         base = bases.get(_comparable(case))
         row["time_over_gradaccum"] = row["seconds"] / base if row["seconds"] and base else None
     return rows
+
+
+def _told(case: Case, turn: Turn | None) -> str:
+    work = case.work
+    marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * WAYS[case.way].banked
+    marks += [f"compiled {work.compile}"] * (work.compile is not None) + ["unpadded"] * work.unpad
+    found = "out of memory" if turn is None else f"{statistics.median(turn.seconds):.3f} s"
+    return f"{case.way}, {', '.join(marks)}: {found}"
 
 
 def _comparable(case: Case) -> Workload:

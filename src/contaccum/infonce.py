@@ -17,8 +17,8 @@ bank is saved for backward and its buffers may be overwritten at once. Vectors a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,25 +122,31 @@ def score_block(rows: Rows, columns: Columns, scale: float, share_tuples: bool =
 def row_log_sums(rows: Rows, columns: Columns, scale: float) -> Tensor:
     """(r,) logsumexp of each row over all columns, a bounded number of scores at a time.
 
-    On CUDA, float32 scores have TF32's ten bits of mantissa (about 1e-4 off): constants, of which one sum per row is used.
+    Where that takes several times, float32 vectors on CUDA are rounded to TF32's ten bits of mantissa and multiplied by tensor cores.
     """
     device = columns.passages.device
     step = max(1, CHUNK_SCORES // columns.passages[..., 0].numel())
-    with torch.autocast(device.type, enabled=False), tensor_cores(device):
+    fast = len(rows) > step and device.type == "cuda"
+    if fast:
+        rows = replace(rows, queries=rounded_to_tf32(rows.queries))
+        columns = replace(columns, passages=rounded_to_tf32(columns.passages))
+    with torch.autocast(device.type, enabled=False), tensor_cores() if fast else nullcontext():
         parts = [score_block(rows.part(i, i + step), columns, scale).flatten(1).logsumexp(1) for i in range(0, len(rows), step)]
     return torch.cat(parts) if parts else rows.queries.new_empty(0)
 
 
+def rounded_to_tf32(vectors: Tensor) -> Tensor:
+    """To the nearest: tensor cores would cut the digits off, which makes every score too small."""
+    return ((vectors.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) if vectors.dtype == torch.float32 else vectors
+
+
 @contextmanager
-def tensor_cores(device: torch.device) -> Iterator[None]:
+def tensor_cores() -> Iterator[None]:
     """Inside, float32 products on a CUDA device may use TF32 tensor cores; then the global setting is what it was."""
     matmul = torch.backends.cuda.matmul
     # Since PyTorch 2.9; to touch the older setting there too would make its readers raise an error.
     name, fast = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
     before = getattr(matmul, name)
-    if device.type != "cuda" or before == fast:
-        yield
-        return
     setattr(matmul, name, fast)
     try:
         yield

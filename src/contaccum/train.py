@@ -38,7 +38,7 @@ from contaccum.plan import planned
 from contaccum.provenance import provenance
 from contaccum.runlog import EpochOf, Progress, RunLog
 from contaccum.sizes import parse_bytes
-from contaccum.speed import check_compiler, check_unpadded, compile_towers, unpad_towers
+from contaccum.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers
 from contaccum.towers import dual_encoder
 from contaccum.trainer import ContAccumTrainer, last_complete_checkpoint
 
@@ -70,7 +70,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = _towers(config)
-    _speed_up(config, model)
+    _adapt(config, model)
     loss = _loss(config, model, batches, processes)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
@@ -135,7 +135,10 @@ def _check_speed(config: TrainConfig, cuda: bool) -> None:
         check_unpadded(config.precision, config.torch_compile, cuda)
 
 
-def _speed_up(config: TrainConfig, model: SentenceTransformer) -> None:
+def _adapt(config: TrainConfig, model: SentenceTransformer) -> None:
+    if config.gradient_checkpointing:  # here: not every sentence-transformers takes it from every transformers' trainer
+        for encoder in encoders(model):
+            encoder.gradient_checkpointing_enable({"use_reentrant": False})
     if config.unpad:
         unpad_towers(model)
     if config.torch_compile:
@@ -276,7 +279,6 @@ def _arguments(
         max_grad_norm=config.max_grad_norm,
         bf16=config.precision == "bf16",
         fp16=config.precision == "fp16",
-        gradient_checkpointing=config.gradient_checkpointing,
         tf32=config.tf32 or None,
         seed=config.seed,
         save_strategy="steps" if save_every else "no",
@@ -311,7 +313,7 @@ def _workers(config: TrainConfig) -> int:
 
 @cache
 def _forked_tokenise_alone() -> None:
-    """A tokenizer's threads do not follow a process that is forked: one told to use them (TOKENIZERS_PARALLELISM=true) would wait forever."""
+    """A tokenizer's threads do not follow into a forked process; told to use them (TOKENIZERS_PARALLELISM=true), it would wait forever."""
     if hasattr(os, "register_at_fork"):  # where processes are forked at all
         os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))
 
