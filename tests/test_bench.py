@@ -75,6 +75,23 @@ def test_fast_towers_are_plain_again_after_their_turn(monkeypatch) -> None:
     assert all("forward" not in vars(encoder) for encoder in encoders(models[0]))
 
 
+@pytest.mark.parametrize("way", ["gradaccum", "gradcache", "CachedMultipleNegativesRankingLoss"])
+def test_every_pass_is_in_half_precision_that_of_the_backward_too(way, monkeypatch) -> None:
+    """As in a trainer, where accelerate wraps the model's forward; only then is GradCache's second pass as fast as it can be."""
+    seen, build = [], bench.random_encoder
+
+    def watched(size, tokens):
+        model = build(size, tokens)
+        dense = next(encoders(model)).encoder.layer[0].intermediate.dense
+        dense.register_forward_hook(lambda module, given, found: seen.append(found.dtype))
+        return model
+
+    monkeypatch.setattr(bench, "random_encoder", watched)
+    measure("tiny", Workload(**{**vars(SMALL), "precision": "bf16"}), [way], **ONCE)
+    assert seen
+    assert set(seen) == {torch.bfloat16}
+
+
 def test_varied_lengths_are_the_same_for_every_way_and_padded_to_the_longest() -> None:
     work = Workload(**{**vars(SMALL), "lengths": "varied", "n_total": 64})
     lengths = bench._lengths(work, 0)

@@ -370,6 +370,7 @@ def test_cuda_equals_cpu_and_never_waits_for_the_device(correction: str | None) 
     for b, b_cuda, k, loss in zip(batches, moved, keys, losses, strict=True):
         expected = cpu(*b, query_keys=k[:, 0], passage_keys=k)
         expected.backward()
+        cpu.after_update()
         assert torch.allclose(loss.cpu(), expected, rtol=1e-5)
         for leaf, leaf_cuda in zip(b, b_cuda, strict=True):
             assert torch.allclose(leaf_cuda.grad.cpu(), leaf.grad, rtol=1e-4, atol=1e-6)

@@ -75,7 +75,7 @@ def test_speed_has_a_large_bank_that_bank_size_has_not(tmp_path: Path) -> None:
         speed, quality = (planned(Request(name, tmp_path, scale=scale)) for name in ("speed", "bank-size"))
         assert 8192 in {cell.facts["bank"] for cell in speed}
         assert 8192 not in {cell.facts["bank"] for cell in quality}
-    assert {(cell.options["rounds"], cell.options["updates"]) for cell in planned(Request("speed", tmp_path, scale="small"))} == {(2, 2)}
+    assert {(cell.options["rounds"], cell.options["updates"]) for cell in planned(Request("speed", tmp_path, scale="small"))} == {(3, 1)}
 
 
 def test_a_way_that_ran_out_of_memory_is_told_and_not_drawn() -> None:

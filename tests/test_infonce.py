@@ -230,7 +230,7 @@ def test_rounding_to_tf32_is_to_the_nearest_of_ten_bits(number: float) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keyed", [False, True])
-@pytest.mark.parametrize(("size", "near"), [(1000, 1e-5), (4096, 5e-3)])
+@pytest.mark.parametrize(("size", "near"), [(1000, 1e-4), (4096, 5e-3)])
 def test_row_log_sums_on_cuda_are_close_to_exact_ones(size: int, near: float, keyed: bool) -> None:
     """A large bank's have TF32's precision, without its leaning to one side."""
     rows, columns = bank_of_unit_vectors(size, keyed)

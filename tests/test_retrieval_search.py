@@ -47,6 +47,17 @@ def assert_exact(vectors: Vectors, matrix: np.ndarray, ids: list[str], queries: 
     np.testing.assert_array_equal(scores, wanted_scores)
 
 
+def test_few_pairs_are_proposed_of_the_first_block_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs take eight times the memory of the scores they come from."""
+    listed, pairs = [], exact._pairs
+    monkeypatch.setattr(exact, "_pairs", lambda passing: listed.append(int(passing.sum())) or pairs(passing))
+    monkeypatch.setitem(exact.BLOCK_ROWS, "cpu", 1000)
+    vectors = write_vectors(tmp_path / "v", random_vectors(3000, 24, 0, "float32"), shuffled_ids(3000))
+    exact_search(random_vectors(37, 24, 1, "float32"), vectors, 10, "torch", "cpu")
+    assert len(listed) == 3
+    assert max(listed) <= 37 * (2 * 10 + exact.SPARE)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shards", [1, 50])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

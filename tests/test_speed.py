@@ -219,7 +219,7 @@ PRECISIONS = {
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fast_towers_on_a_gpu(precision, compiled, tiny_encoder) -> None:
-    """Within the precision's own error: that of the plain path in it, from the plain path in fp32."""
+    """Within the precision's own error: that of the plain path in it, from the plain path in fp32, or half a step of its numbers."""
     model = tiny_encoder(dropout=0.0).to("cuda")
     exact = step(model)
     autocast = PRECISIONS[precision]
@@ -233,7 +233,8 @@ def test_fast_towers_on_a_gpu(precision, compiled, tiny_encoder) -> None:
     if compiled:
         needs_compiler(cuda=True)
         compile_towers(model)
-    assert error_of(run(), exact) <= max(1e-5, 3 * error_of(plain, exact))
+    step_of = torch.finfo(autocast.get("dtype", torch.float32)).eps / 2
+    assert error_of(run(), exact) <= max(1e-5, 3 * error_of(plain, exact), step_of)
 
 
 def error_of(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

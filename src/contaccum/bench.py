@@ -17,12 +17,12 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import dot_score
@@ -227,11 +227,13 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
         unpad_towers(model)
     if work.compile is not None:
         compile_towers(model, work.compile)
+    _set_precision(model, work.precision)
     try:
         return _timed(WAYS[case.way], model, optimizer, work, updates, seed)
     except torch.OutOfMemoryError:
         return None
     finally:
+        model.__dict__.pop("forward", None)
         uncompile_towers(model)
         repad_towers(model)
         optimizer.zero_grad(set_to_none=True)
@@ -247,24 +249,20 @@ def _timed(way: Way, model: SentenceTransformer, optimizer: torch.optim.Optimize
     if way.banked:
         _fill(loss, model, work)
     for _ in range(2):  # the second finds everything compiled
-        _update(model, loss, optimizer, batches[:WARM_UP], work)
+        _update(model, loss, optimizer, batches[:WARM_UP])
     _wait(model.device, reset=True)
     seconds = []
     for _ in range(updates):
         started = time.perf_counter()
-        _update(model, loss, optimizer, batches, work)
+        _update(model, loss, optimizer, batches)
         _wait(model.device)
         seconds.append(time.perf_counter() - started)
     return Turn(seconds, torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None)
 
 
-def _update(
-    model: SentenceTransformer, loss: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[dict[str, Any]]], work: Workload
-) -> None:
+def _update(model: SentenceTransformer, loss: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[dict[str, Any]]]) -> None:
     for features in batches:
-        with _autocast(model.device, work.precision):
-            value = loss([dict(column) for column in features], None)
-        (value / len(batches)).backward()
+        (loss([dict(column) for column in features], None) / len(batches)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -313,9 +311,12 @@ def _fill(loss: nn.Module, model: SentenceTransformer, work: Workload) -> None:
             loss.criterion(queries.requires_grad_(), passages[:, 0], negatives, keys[:, 0], keys[:, 1:])
 
 
-def _autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    dtype = PRECISIONS[precision]
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+def _set_precision(model: SentenceTransformer, precision: str) -> None:
+    """As accelerate prepares a model: `forward` itself is in half precision, also where GradCache calls it in the backward pass."""
+    dtype, forward = PRECISIONS[precision], type(model).forward
+    if dtype is not None:
+        half = torch.autocast(model.device.type, dtype)(lambda *inputs, **options: forward(model, *inputs, **options))
+        model.forward = convert_outputs_to_fp32(half)  # type: ignore[method-assign]
 
 
 def _wait(device: torch.device, reset: bool = False) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils.operations import convert_to_fp32  # type: ignore[import-untyped]
+from accelerate.utils.operations import convert_to_fp32
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode

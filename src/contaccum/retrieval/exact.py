@@ -27,7 +27,7 @@ from contaccum.retrieval.topk import TopK
 
 BACKENDS = ("torch", "faiss")
 BLOCK_ROWS = {"cpu": 32_768, "cuda": 262_144}
-SCORES_AT_ONCE = {"cpu": 2**23, "cuda": 2**28}  # of a block of queries with a block of vectors
+SCORES_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}  # of a block of queries with a block of vectors
 RESCORED_AT_ONCE = {"cpu": 512, "cuda": 65_536}  # on a CPU, what stays in its cache: eight times as fast as 4,096
 SPARE = 16  # proposals of faiss beyond k, so that a tie at the k-th place is seen
 
@@ -143,14 +143,15 @@ def propose_torch(products: Products, begin: int, end: int, block: Tensor, floor
 
 
 def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor, k: int) -> Pairs:
-    rows, columns = _pairs(products.passing(scores, lowest))
-    # A query that many vectors of this block pass: the block's own k-th best is a better floor. The first block is always so.
-    crowded = (torch.bincount(rows, minlength=len(scores)) > 2 * k + SPARE).nonzero().flatten()
-    if not len(crowded):
-        return rows, columns
-    kth = scores[crowded].topk(k).values[:, -1].float()
-    lowest = lowest.index_copy(0, crowded, torch.maximum(lowest[crowded], kth - 2 * errors[crowded]))
-    return _pairs(products.passing(scores, lowest))
+    passing = products.passing(scores, lowest)
+    if _count(passing) > len(scores) * (2 * k + SPARE):  # as of the first block, all: its own k-th best are better floors
+        kth = scores.topk(k).values[:, -1].float()
+        passing = products.passing(scores, torch.maximum(lowest, kth - 2 * errors))
+    return _pairs(passing)
+
+
+def _count(passing: Tensor) -> int:
+    return int(np.count_nonzero(passing.numpy()) if passing.device.type == "cpu" else torch.count_nonzero(passing))
 
 
 def propose_faiss(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs:
