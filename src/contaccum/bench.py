@@ -247,7 +247,7 @@ def _timed(way: Way, model: SentenceTransformer, optimizer: torch.optim.Optimize
     loss = way.build(model, work).to(model.device)
     batches = list(_micro_batches(model, way, work, seed))
     if way.banked:
-        _fill(loss, model, work)
+        fill_bank(loss, model, work)
     for _ in range(2):  # the second finds everything compiled
         _update(model, loss, optimizer, batches[:WARM_UP])
     _wait(model.device, reset=True)
@@ -296,7 +296,7 @@ def _features(model: SentenceTransformer, task: str, lengths: Tensor) -> dict[st
     return {"input_ids": ids * mask, "attention_mask": mask, "modality": "text", "task": task}
 
 
-def _fill(loss: nn.Module, model: SentenceTransformer, work: Workload) -> None:
+def fill_bank(loss: nn.Module, model: SentenceTransformer, work: Workload) -> None:
     """A bank of random vectors, as full as it gets."""
     width = int(model.get_embedding_dimension() or 0)
     step = work.n_local if isinstance(loss, OfficialLoss) else FILLING

@@ -48,6 +48,7 @@ class Diagnostics(FlushedLog):
         self.file, self.loss, self.writes = file, loss, writes
         self.every, self.mass_every, self.drift_every = every, mass_every, drift_every
         self.towers = tower_parameters(loss.model)
+        self._parameter = next(loss.model.parameters())
         self.probe = BankProbe(loss) if drift_every else None
         self.update = 1  # the one that is being computed
         self._begin()
@@ -69,7 +70,7 @@ class Diagnostics(FlushedLog):
 
     def _mark(self, phase: str) -> None:
         if self._due(self.every):
-            self.watch.mark(phase, self.loss.model.device)
+            self.watch.mark(phase, self._parameter.device)  # the model's own `device` looks at all of it
 
     def _observe(self, step: MicroStep) -> None:
         self.samples += len(step.rows)
