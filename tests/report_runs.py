@@ -12,6 +12,9 @@ from typing import Any
 import yaml
 
 from contaccum.config import TrainConfig
+from contaccum.report.folders import read_run_folder
+from contaccum.report.rows import rows_of
+from contaccum.report.summary import Summary, summarise
 from contaccum.retrieval.evaluate import evaluate
 
 QUERIES, PASSAGES = 30, 60
@@ -83,12 +86,16 @@ def add_diagnostics(run: Path, ratio: float = 1.5, updates: int = 120) -> Path:
     return run
 
 
-def two_methods(folder: Path) -> list[Path]:
+def two_methods(tmp_path: Path) -> list[Path]:
     """gradaccum with two seeds, contaccum with two that are much better: everything is there."""
-    data, runs = make_data(folder / "data"), []
+    data, runs = make_data(tmp_path / "data"), []
     for method, skill in (("gradaccum", 0.1), ("contaccum", 0.9)):
         for seed in (1, 2):
-            run = make_run(folder / f"{method}-seed{seed}", method=method, seed=seed)
+            run = make_run(tmp_path / f"{method}-seed{seed}", method=method, seed=seed)
             rank_and_judge(run, data, skill, seed)
             runs.append(add_diagnostics(run, 1.0 + seed))
     return runs
+
+
+def summary_of(folders: list[Path], **options: Any) -> Summary:
+    return summarise(rows_of([read_run_folder(folder) for folder in folders]), **options)
