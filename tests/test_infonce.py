@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contaccum import DualBankInfoNCE
-from contaccum.infonce import Columns, Rows, naive_dual_bank_infonce, rounded_to_tf32, row_log_sums, tensor_cores
+from contaccum.infonce import Columns, Rows, naive_dual_bank_infonce, rounded_to_tf32, row_log_sums, tensor_cores, unit_vectors
 from reference import ReferenceInfoNCE
 
 D = 6
@@ -218,7 +219,19 @@ def test_row_log_sums_are_those_of_the_scaled_scores(keyed: bool) -> None:
     assert torch.allclose(found, scores.flatten(1).logsumexp(1), rtol=1e-13)
 
 
-@pytest.mark.parametrize("number", [1.0, -1.0, 3e-39, 1e30, 0.1, -0.7])
+@pytest.mark.parametrize("shape", [(5, 7), (4, 3, 7)])
+def test_unit_vectors_are_those_of_normalize_gradients_too(shape: tuple[int, ...]) -> None:
+    vectors = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    vectors[0] = 0.0
+    weights = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaves = [vectors.clone().requires_grad_() for _ in range(2)]
+    for leaf, function in zip(leaves, (unit_vectors, partial(torch.nn.functional.normalize, dim=-1)), strict=True):
+        (function(leaf) * weights).sum().backward()
+    assert torch.equal(unit_vectors(vectors), torch.nn.functional.normalize(vectors, dim=-1))
+    assert torch.allclose(leaves[0].grad, leaves[1].grad, rtol=1e-12)
+
+
+@pytest.mark.parametrize("number", [1.0, -1.0, 3e-39, 1e30, 0.1, -0.7, 1 + 2**-10 - 2**-23, -1 - 2**-10 + 2**-23])
 def test_rounding_to_tf32_is_to_the_nearest_of_ten_bits(number: float) -> None:
     given = torch.tensor([number])
     found = rounded_to_tf32(given)

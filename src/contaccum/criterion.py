@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from contaccum.bank import DualBank
 from contaccum.drift import CORRECTIONS, RunningMeans, resolve_correction
-from contaccum.infonce import REDUCTIONS, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, with_gradients
+from contaccum.infonce import REDUCTIONS, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, unit_vectors, with_gradients
 
 SIMILARITIES = ("dot", "cosine")
 AUTO_BANK = 1024  # tuples of a bank of automatic size that nobody has told the training's
@@ -184,7 +184,7 @@ class DualBankInfoNCE(nn.Module):
             passages = positives[:, None] if negatives is None else torch.cat([positives[:, None], negatives], dim=1)
             queries, passages = queries.to(dtype), passages.to(dtype)
             if self.similarity == "cosine":
-                queries, passages = nn.functional.normalize(queries, dim=-1), nn.functional.normalize(passages, dim=-1)
+                queries, passages = unit_vectors(queries), unit_vectors(passages)
         return queries, passages
 
     def _tuples(

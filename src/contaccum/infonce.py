@@ -122,21 +122,19 @@ def score_block(rows: Rows, columns: Columns, scale: float, share_tuples: bool =
 def row_log_sums(rows: Rows, columns: Columns, scale: float) -> Tensor:
     """(r,) logsumexp of each row over all columns, a bounded number of scores at a time.
 
-    Where that takes several times, float32 vectors on CUDA are rounded to TF32's ten bits of mantissa and multiplied by tensor cores.
+    Where that takes several times, float32 vectors are rounded to TF32's ten bits of mantissa: on CUDA tensor cores multiply such.
     """
-    device = columns.passages.device
     step = max(1, CHUNK_SCORES // columns.passages[..., 0].numel())
-    fast = len(rows) > step and device.type == "cuda"
-    if fast:
+    if fast := len(rows) > step:
         rows = replace(rows, queries=rounded_to_tf32(rows.queries))
         columns = replace(columns, passages=rounded_to_tf32(columns.passages))
-    with torch.autocast(device.type, enabled=False), tensor_cores() if fast else nullcontext():
+    with torch.autocast(columns.passages.device.type, enabled=False), tensor_cores() if fast else nullcontext():
         parts = [score_block(rows.part(i, i + step), columns, scale).flatten(1).logsumexp(1) for i in range(0, len(rows), step)]
     return torch.cat(parts) if parts else rows.queries.new_empty(0)
 
 
 def rounded_to_tf32(vectors: Tensor) -> Tensor:
-    """To the nearest: tensor cores would cut the digits off, which makes every score too small."""
+    """To the nearest: tensor cores would cut the digits off, which makes every score too small. NaN does not survive."""
     return ((vectors.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) if vectors.dtype == torch.float32 else vectors
 
 
@@ -236,6 +234,29 @@ class _KnownGradients(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_queries, grad_passages = ctx.saved_tensors
         return None, None, None, grad_output * grad_queries, grad_output * grad_passages
+
+
+def unit_vectors(vectors: Tensor) -> Tensor:
+    """`torch.nn.functional.normalize` of the last dimension, with a backward pass of four operations instead of thirteen."""
+    result: Tensor = _UnitVectors.apply(vectors)
+    return result
+
+
+class _UnitVectors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor) -> Tensor:
+        lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min_(1e-12)
+        units: Tensor = vectors / lengths
+        ctx.save_for_backward(units, lengths)
+        return units
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        units, lengths = ctx.saved_tensors
+        along = (units * grad_output).sum(-1, keepdim=True)
+        across: Tensor = torch.addcmul(grad_output, units, along, value=-1).div_(lengths)
+        return across
 
 
 def _score_blocks(rows: Rows, columns: Columns, past: Past | None, scale: float) -> Blocks:
