@@ -17,6 +17,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,12 @@ def main() -> None:
     shape = {name: getattr(args, name) for name in ("n_total", "bank", "query_tokens", "passage_tokens", "lengths")}
     n = args.n_local or planned_size(args.model, args.memory, Workload(**shape, precision="bf16"))
     rows = measure_cases(
-        args.model, list(cases(Workload(**shape), n, args.minis, args.regions)), args.rounds, args.updates, seed=SEED, say=print
+        args.model,
+        list(cases(Workload(**shape), n, args.minis, args.regions)),
+        args.rounds,
+        args.updates,
+        seed=SEED,
+        say=partial(print, flush=True),
     )
     show_table(table(rows))
     told = ratios(rows)

@@ -1,6 +1,6 @@
 """Time of one update by bank and by samples per update, ours against gradient accumulation, GradCache and the paper's own way.
 
-    python benchmarks/update.py --json results/update-h200.json     # needs a CUDA device; several minutes on an H200
+    python benchmarks/update.py --json results/update-h200.json     # needs a CUDA device; a quarter of an hour on an H200
     python benchmarks/update.py --draw results/update-h200.json     # docs/update-by-bank-fp32.svg, .png, ...
 
 BERT-base towers, texts of 256 tokens, one hard negative, n = 8. By bank: 512 samples per update. By samples: a bank of 1,024, fp32.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ from contaccum.report.svg import save
 SEED = 0
 BANKS = (1024, 8192, 65536)
 TOTALS = (8, 16, 32, 64, 128, 256, 512)
-COMPARED = ("gradaccum", "contaccum", "contaccum (default)", "gradcache", "official contaccum")
+COMPARED = {
+    "gradaccum": "gradaccum",
+    "contaccum": "contaccum, paper's bank",
+    "contaccum (default)": "contaccum, default",
+    "gradcache": "gradcache",
+    "official contaccum": "paper's own way",
+}
 SQUARE = ("contaccum (default)", "official contaccum")  # O(bank^2) per micro-step
 SQUARE_UP_TO = 8192  # tuples
 PRECISIONS = ("fp32", "bf16")
@@ -60,7 +67,7 @@ def main() -> None:
     found: dict[str, list[Row]] = {"by_bank": [], "by_samples": []}
     for name, cases in parts:
         if chosen := list(cases):
-            rows = measure_cases(args.model, chosen, args.rounds, updates=1, seed=SEED, say=print)
+            rows = measure_cases(args.model, chosen, args.rounds, updates=1, seed=SEED, say=partial(print, flush=True))
             show_table(table(rows))
             found[name] += rows
             if args.json:
@@ -83,8 +90,10 @@ def by_samples(totals: Sequence[int], bank: int, shape: dict[str, Any]) -> Itera
 def draw(content: dict[str, list[Row]], folder: Path) -> None:
     for precision in sorted({row["precision"] for row in content["by_bank"]}):
         rows = [row for row in content["by_bank"] if row["precision"] == precision]
-        figure = drawn(rows, "bank", sorted({row["bank"] for row in rows if row["banked"]}))
+        banks = sorted({row["bank"] for row in rows if row["banked"]})
+        figure = drawn(rows, "bank", banks)
         figure.axes[0].set_xscale("log", base=2)
+        figure.axes[0].set_xticks(banks, [f"{bank:,}" for bank in banks])
         save(figure, folder, f"update-by-bank-{precision}")
     if content["by_samples"]:
         save(drawn(content["by_samples"], "n_total", []), folder, "update-by-samples")
@@ -98,11 +107,13 @@ def drawn(rows: Sequence[Row], x: str, banks: Sequence[int]) -> Any:
             places = banks if banks and not row["banked"] else [row[x]]
             found[row["way"]] += [(place, row["seconds"], min(row["all_seconds"]), max(row["all_seconds"])) for place in places]
     series = [
-        Series(slot, way, *([point[i] for point in sorted(points)] for i in range(4)))
+        Series(slot, COMPARED[way], *([point[i] for point in sorted(points)] for i in range(4)))
         for slot, (way, points) in enumerate(found.items())
         if points
     ]
-    return lines(series, {"bank": "bank (tuples)", "n_total": "samples per update"}[x], "seconds of an update")
+    figure = lines(series, {"bank": "bank (tuples)", "n_total": "samples per update"}[x], "seconds of an update")
+    figure.axes[0].set_ylim(top=1.1 * max(max(one.high) for one in series))
+    return figure
 
 
 if __name__ == "__main__":

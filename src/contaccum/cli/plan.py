@@ -88,9 +88,8 @@ def text(plan: Plan) -> str:
     ]
     parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
     lines += [f"  {kind:<12} {gigabytes(size):>10}" for kind, size in parts if size >= 5e6]
-    lines += [
-        f"  {'unused':<12} {gigabytes(prediction.peak_bytes - prediction.allocated_bytes):>10}   held by the allocator in larger pieces"
-    ]
+    unused = gigabytes(prediction.peak_bytes - prediction.allocated_bytes)
+    lines += [f"  {'unused':<12} {unused:>10}   held by the allocator in larger pieces, and 1 % for the unforeseen"]
     if plan.more:
         lines += ["what would allow a larger n:"]
         lines += [f"  {a.options:<42} n = {a.n_local:<5} {gigabytes(a.peak_bytes):>9}   {a.price}" for a in plan.more]

@@ -18,7 +18,7 @@ LOSS_FIELDS = (
     *("mask_duplicates", "drift_correction", "bank_dtype"),
 )
 
-MARGIN = 0.01  # on top: on an H200, fp32 backward passes held up to two hidden states more than are recorded (results/memory-h200.json)
+UNSEEN = 0.01  # on top: on an H200 fp32 backward passes held a few hidden states more than are recorded (results/memory-h200.json)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Predictor:
         update = self.update(config, query_tokens, processes, apart)
         meter = Simulation(update).run()
         return Prediction(
-            peak_bytes=round((1 + MARGIN) * meter.allocator.peak_reserved),
+            peak_bytes=round((1 + UNSEEN) * meter.allocator.peak_reserved),
             allocated_bytes=meter.allocator.peak_allocated,
             parts={kind: size for kind, size in meter.at_peak.items() if size},
             bank_bytes=update.loss.bank_bytes,
