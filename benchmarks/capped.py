@@ -6,7 +6,7 @@
 BERT-base towers, queries of 32 and passages of 256 tokens, one hard negative, n_total samples per update. The official way is that of the
 paper's own code: n = 8, fp32 without TF32, the whole matrix. CachedMultipleNegativesRankingLoss gets bf16 and every mini-batch size up to
 n_total; its best counts. Ours is contaccum in bf16, drift correction included, with the n that `contaccum plan` finds for eager towers, and
-twice and four times it; without the correction it is shown beside it.
+twice and four times it, and with checkpointing four and eight times; without the correction it is shown beside it.
 Each is also shown with and without compiled and unpadded towers: what they bring to either. Needs a CUDA device.
 """
 
@@ -87,6 +87,7 @@ def cases(work: Workload, n: int, minis: Sequence[int], regions: Sequence[str]) 
     yield Case(OURS, replace(half, n_local=n))
     yield Case(OURS, replace(half, n_local=n, unpad=True))
     yield Case(OURS, replace(half, n_local=n, compile=regions[0]))
+    yield from (Case(OURS, replace(half, n_local=size, checkpointing=True)) for size in (4 * n, 8 * n) if work.n_total % size == 0)
     yield Case(PLAIN, replace(half, n_local=n))
     yield Case(PLAIN, replace(fast, n_local=n))
     for region in regions:

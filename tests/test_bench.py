@@ -53,7 +53,7 @@ def test_out_of_memory_is_a_row_and_the_others_go_on(monkeypatch) -> None:
 
 
 def test_fast_towers_are_plain_again_after_their_turn(monkeypatch) -> None:
-    seen: list[tuple[bool, str]] = []
+    seen: list[tuple[bool, bool, str]] = []
     models = []
     build, update = bench.random_encoder, bench._update
 
@@ -63,16 +63,17 @@ def test_fast_towers_are_plain_again_after_their_turn(monkeypatch) -> None:
 
     def look(model, *rest):
         encoder = next(encoders(model))
-        seen.append((encoder.encoder.layer[0]._compiled_call_impl is not None, encoder.config._attn_implementation))
+        layer = encoder.encoder.layer[0]
+        seen.append((layer._compiled_call_impl is not None, layer.gradient_checkpointing, encoder.config._attn_implementation))
         update(model, *rest)
 
     monkeypatch.setattr(bench, "random_encoder", remember)
     monkeypatch.setattr(bench, "_update", look)
     monkeypatch.setattr(bench, "compile_towers", partial(compile_towers, backend="eager"))
-    fast = Workload(**{**vars(SMALL), "compile": "layers", "unpad": True, "lengths": "varied"})
+    fast = Workload(**{**vars(SMALL), "compile": "layers", "unpad": True, "lengths": "varied", "checkpointing": True})
     measure_cases("tiny", [Case("contaccum", fast), Case("gradaccum", SMALL)], **ONCE)
-    assert seen == [(True, UNPADDED)] * 3 + [(False, "sdpa")] * 3
-    assert all("forward" not in vars(encoder) for encoder in encoders(models[0]))
+    assert seen == [(True, True, UNPADDED)] * 3 + [(False, False, "sdpa")] * 3
+    assert all("forward" not in vars(encoder) and not encoder.is_gradient_checkpointing for encoder in encoders(models[0]))
 
 
 @pytest.mark.parametrize("way", ["gradaccum", "gradcache", "CachedMultipleNegativesRankingLoss"])

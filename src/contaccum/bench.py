@@ -6,7 +6,7 @@ Inputs are random token ids, of fixed length or padded to the longest of a micro
 
 `peak_share` is the share of the GPU's dense bf16 peak, whatever precision the way computes in. Counted are the products of a forward and a
 backward pass on real tokens: 6 per weight of the layers and token, and 12 * layers * width * length per token for attention; by GradCache
-a third more, for its second forward pass.
+and with checkpointing a third more, for a second forward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import BertConfig
 
 from contaccum.losses import CachedContAccumLoss, ContAccumLoss
-from contaccum.speed import COUNTS, REGIONS, check_unpadded, compile_towers, repad_towers, uncompile_towers, unpad_towers
+from contaccum.speed import COUNTS, REGIONS, check_unpadded, compile_towers, encoders, repad_towers, uncompile_towers, unpad_towers
 from contaccum.towers import dual_encoder
 
 # layers, width, heads: BERT-shaped encoders with random weights
@@ -60,6 +60,7 @@ class Workload:
     lengths: str = "fixed"  # of queries and passages: all of query_tokens and passage_tokens, or varied up to them
     compile: str | None = None  # one of contaccum.speed.REGIONS
     unpad: bool = False
+    checkpointing: bool = False
 
 
 class OfficialLoss(nn.Module):
@@ -172,7 +173,7 @@ def measure_cases(
 def _told(case: Case, turn: Turn | None) -> str:
     work = case.work
     marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * WAYS[case.way].banked
-    marks += [f"compiled {work.compile}"] * (work.compile is not None) + ["unpadded"] * work.unpad
+    marks += [f"compiled {work.compile}"] * (work.compile is not None) + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing
     found = "out of memory" if turn is None else f"{statistics.median(turn.seconds):.3f} s"
     return f"{case.way}, {', '.join(marks)}: {found}"
 
@@ -217,12 +218,15 @@ def operations(size: str, case: Case, seed: int) -> float:
     weights = 12 * layers * width**2  # 4 of attention, 8 of the feed-forward part; biases and norms left out
     tokens, squares = float(lengths.sum()), float((lengths.double() ** 2).sum())
     once = 6 * weights * tokens + 12 * layers * width * squares
-    return once * 4 / 3 if WAYS[case.way].cached else once
+    return once * 4 / 3 if WAYS[case.way].cached or case.work.checkpointing else once
 
 
 def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | None:
     """One turn of a case; None if memory ran out."""
     work = case.work
+    if work.checkpointing:
+        for encoder in encoders(model):
+            encoder.gradient_checkpointing_enable({"use_reentrant": False})
     if work.unpad:
         unpad_towers(model)
     if work.compile is not None:
@@ -234,6 +238,8 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
         return None
     finally:
         model.__dict__.pop("forward", None)
+        for encoder in encoders(model):
+            encoder.gradient_checkpointing_disable()
         uncompile_towers(model)
         repad_towers(model)
         optimizer.zero_grad(set_to_none=True)

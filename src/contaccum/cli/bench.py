@@ -28,6 +28,7 @@ def bench(
         typer.Option("--compile", help="compile the towers: layers, or stacks (slower to compile)"),
     ] = None,
     unpad: Annotated[bool, typer.Option("--unpad", help="compute no padding")] = False,
+    checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="recompute activations in the backward pass")] = False,
     memory: Annotated[Optional[str], typer.Option(help="hold the CUDA allocator to this, as 11GB")] = None,  # noqa: UP045
     ways: Annotated[Optional[str], typer.Option(help="some of them, with commas between (default: all)")] = None,  # noqa: UP045
     rounds: Annotated[int, typer.Option(help="turns of each way")] = 3,
@@ -55,6 +56,7 @@ def bench(
         "lengths": lengths,
         "compile": compile_,
         "unpad": unpad,
+        "checkpointing": checkpointing,
     }
     rows = []
     for total in _numbers("n-total", n_total):
@@ -79,9 +81,8 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
 def _line(row: dict[str, Any]) -> list[str]:
     ratio, memory, share = row["time_over_gradaccum"], row["peak_bytes"], row["peak_share"]
     sizes = [f"{row['n_total']:,}", f"{row['n_local']:,}", f"{row['bank']:,}" if row["banked"] else ""]
-    towers = " ".join(
-        [row["precision"], *([f"{row['compile']} compiled"] if row["compile"] else []), *(["unpadded"] if row["unpad"] else [])]
-    )
+    how = [f"{row['compile']} compiled"] * bool(row["compile"]) + ["unpadded"] * row["unpad"] + ["checkpointing"] * row["checkpointing"]
+    towers = " ".join([row["precision"], *how])
     if row["out_of_memory"]:
         return [row["way"], *sizes, towers, "out of memory", *[""] * 4]
     times = [f"{1000 * row['seconds']:.1f}", "" if ratio is None else f"x{ratio:.2f}", f"{row['samples_per_second']:.0f}"]
