@@ -149,6 +149,8 @@ def test_curves_of_gradnorm_are_the_diagnostics(found, folder: Path) -> None:
 def test_mass_by_age_is_per_passage_and_relative() -> None:
     measured = [{"by_age": [{"age_updates": 0, "mass": 0.2, "passages": 4}, {"age_updates": 1, "mass": 0.2, "passages": 8}]}]
     assert mass_per_passage(measured) == {0: 1.0, 1: 0.5}
+    measured[0]["by_age"] += [{"age_updates": 2, "mass": 0.4, "passages": 16}, {"age_updates": 3, "mass": 0.4, "passages": 1}]
+    assert mass_per_passage(measured) == {0: 1.0, 1: 0.5, 2: 0.5}, "too few passages of an age tell nothing"
 
 
 def test_seeds_are_averaged_and_shown(found, folder: Path) -> None:

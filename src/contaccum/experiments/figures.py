@@ -43,16 +43,20 @@ def mass_by_age(rows: Sequence[Row]) -> Any:
     ]
     if not any(one.x for one in found):
         raise ValueError("no run was long enough for a mass by age to be measured; --set diagnose_every=1")
-    return line_figure([one for one in found if one.x], "age in updates", "mass per passage / that of age 0", level=1.0)
+    return line_figure([one for one in found if one.x], "age in updates", "mass / mass at age 0", level=1.0)
 
 
 def mass_per_passage(measured: Sequence[dict[str, Any]]) -> dict[float, float]:
-    """age in updates -> mass per passage over that of this update's own, averaged over the measurements that reach that age."""
+    """age in updates -> mass per passage over that of this update's own, averaged over the measurements that reach that age.
+
+    Of the oldest update a bank may hold a few passages only; less than a tenth of an update's tell nothing and are left out.
+    """
     found: dict[float, list[float]] = {}
     for one in measured:
         newest = one["by_age"][0]["mass"] / one["by_age"][0]["passages"]
+        most = max(entry["passages"] for entry in one["by_age"])
         for entry in one["by_age"]:
-            if newest > 0:
+            if newest > 0 and 10 * entry["passages"] >= most:
                 found.setdefault(entry["age_updates"], []).append(entry["mass"] / entry["passages"] / newest)
     return {age: statistics.fmean(values) for age, values in sorted(found.items())}
 

@@ -29,5 +29,5 @@ EXPERIMENT = Experiment(
     "figure 5, appendix D",
     "Gradient norm of the passage tower over the query tower's",
     cells,
-    lambda rows, metric: curves(rows, "grad_norm_ratio", "update", "gradient norm, passages / queries", level=1.0),
+    lambda rows, metric: curves(rows, "grad_norm_ratio", "update", "gradient norm ratio", level=1.0),
 )
