@@ -70,7 +70,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = _towers(config)
-    _adapt(config, model)
+    _prepare_towers(config, model)
     loss = _loss(config, model, batches, processes)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
@@ -135,7 +135,7 @@ def _check_speed(config: TrainConfig, cuda: bool) -> None:
         check_unpadded(config.precision, config.torch_compile, cuda)
 
 
-def _adapt(config: TrainConfig, model: SentenceTransformer) -> None:
+def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> None:
     if config.gradient_checkpointing:  # here: not every sentence-transformers takes it from every transformers' trainer
         for encoder in encoders(model):
             encoder.gradient_checkpointing_enable({"use_reentrant": False})
