@@ -111,7 +111,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, float | None]:
 
 
 def best(rows: Sequence[Row], chosen: Callable[[Row], bool]) -> float | None:
-    return max((row["samples_per_second"] for row in rows if chosen(row) and not row["out_of_memory"]), default=None)
+    return max((row["samples_per_second"] for row in rows if chosen(row) and not row["failed"]), default=None)
 
 
 def planned_size(size: str, memory: str, work: Workload) -> int:

@@ -103,7 +103,7 @@ def drawn(rows: Sequence[Row], x: str, banks: Sequence[int]) -> Any:
     """A line per way, without those that ran out of memory; over `banks` a way without one is level."""
     found: dict[str, list[tuple[float, float, float, float]]] = {way: [] for way in COMPARED}
     for row in rows:
-        if not row["out_of_memory"]:
+        if not row["failed"]:
             places = banks if banks and not row["banked"] else [row[x]]
             found[row["way"]] += [(place, row["seconds"], min(row["all_seconds"]), max(row["all_seconds"])) for place in places]
     series = [

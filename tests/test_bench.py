@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -46,10 +47,22 @@ def test_out_of_memory_is_a_row_and_the_others_go_on(monkeypatch) -> None:
 
     monkeypatch.setattr(bench.OfficialLoss, "forward", forward)
     rows = measure("tiny", SMALL, ["official contaccum", "gradaccum"], rounds=2, updates=1, device="cpu")
-    assert [row["out_of_memory"] for row in rows] == [True, False]
+    assert [row["failed"] for row in rows] == ["out of memory", None]
     assert rows[0]["seconds"] is None
     assert "out of memory" in table(rows)[1]
     assert len(rows[1]["all_seconds"]) == 2
+
+
+def test_towers_that_cannot_be_compiled_are_a_row_and_the_others_go_on(monkeypatch) -> None:
+    def broken(graph, inputs):
+        raise TypeError("no shape for this kernel")
+
+    monkeypatch.setattr(bench, "compile_towers", partial(compile_towers, backend=broken))
+    cases = [Case("gradaccum", replace(SMALL, compile="layers")), Case("gradaccum", SMALL)]
+    rows = bench.measure_cases("tiny", cases, rounds=1, updates=1, device="cpu")
+    assert rows[0]["failed"].startswith("not compiled (BackendCompilerFailed: ")
+    assert rows[1]["failed"] is None
+    assert rows[1]["seconds"] > 0
 
 
 def test_fast_towers_are_plain_again_after_their_turn(monkeypatch) -> None:

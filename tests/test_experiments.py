@@ -81,7 +81,7 @@ def test_speed_has_a_large_bank_that_bank_size_has_not(tmp_path: Path) -> None:
 def test_a_way_that_ran_out_of_memory_is_told_and_not_drawn() -> None:
     def way(name: str, seconds: float | None) -> dict[str, Any]:
         ratio = None if seconds is None else 2.0
-        return {"way": name, "seconds": seconds, "time_over_gradaccum": ratio, "out_of_memory": seconds is None}
+        return {"way": name, "seconds": seconds, "time_over_gradaccum": ratio, "failed": "out of memory" if seconds is None else None}
 
     times = {8: (0.1, 0.3, None), 16: (0.2, None, None)}
     rows = [

@@ -27,6 +27,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
 from sentence_transformers.util import dot_score
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from transformers import BertConfig
 
 from contaccum.losses import CachedContAccumLoss, ContAccumLoss
@@ -147,8 +148,8 @@ def measure_cases(
     say: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """A row per case: median seconds of an update, samples per second, peak memory, share of the GPU's peak, and its seconds over those of
-    gradaccum with the same workload, where that is among the cases. Where memory ran out these are None and `out_of_memory` is true.
-    Each turn is told by `say`.
+    gradaccum with the same workload, where that is among the cases. Where memory ran out or PyTorch could not compile the towers, these
+    are None and `failed` says so. Each turn is told by `say`.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check(size, cases, rounds, updates, device.startswith("cuda"))
@@ -156,10 +157,10 @@ def measure_cases(
     longest = max(max(case.work.query_tokens, case.work.passage_tokens) for case in cases)
     model = random_encoder(size, longest).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
-    turns: dict[Case, list[Turn | None]] = {case: [] for case in cases}
+    turns: dict[Case, list[Turn | Failure]] = {case: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
-            if None not in turns[case]:
+            if not any(isinstance(turn, Failure) for turn in turns[case]):
                 turns[case].append(turn := _turn(case, model, optimizer, updates, seed))
                 say(_told(case, turn))
     rows = [_row(size, case, turns[case], seed) for case in cases]
@@ -170,11 +171,11 @@ def measure_cases(
     return rows
 
 
-def _told(case: Case, turn: Turn | None) -> str:
+def _told(case: Case, turn: Turn | Failure) -> str:
     work = case.work
     marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * WAYS[case.way].banked
     marks += [f"compiled {work.compile}"] * (work.compile is not None) + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing
-    found = "out of memory" if turn is None else f"{statistics.median(turn.seconds):.3f} s"
+    found = turn.reason if isinstance(turn, Failure) else f"{statistics.median(turn.seconds):.3f} s"
     return f"{case.way}, {', '.join(marks)}: {found}"
 
 
@@ -189,10 +190,16 @@ class Turn:
     peak_bytes: int | None
 
 
-def _row(size: str, case: Case, turns: Sequence[Turn | None], seed: int) -> dict[str, Any]:
-    done = [turn for turn in turns if turn is not None]
-    row = {"way": case.way, "banked": WAYS[case.way].banked, "model": size, **asdict(case.work), "out_of_memory": len(done) < len(turns)}
-    if row["out_of_memory"]:
+@dataclass(frozen=True)
+class Failure:
+    reason: str
+
+
+def _row(size: str, case: Case, turns: Sequence[Turn | Failure], seed: int) -> dict[str, Any]:
+    done = [turn for turn in turns if isinstance(turn, Turn)]
+    failed = next((turn.reason for turn in turns if isinstance(turn, Failure)), None)
+    row = {"way": case.way, "banked": WAYS[case.way].banked, "model": size, **asdict(case.work), "failed": failed}
+    if failed:
         return {**row, **dict.fromkeys(("seconds", "all_seconds", "samples_per_second", "peak_bytes", "peak_share"))}
     seconds = [second for turn in done for second in turn.seconds]
     middle, peak = statistics.median(seconds), _bf16_peak()
@@ -221,8 +228,8 @@ def operations(size: str, case: Case, seed: int) -> float:
     return once * 4 / 3 if WAYS[case.way].cached or case.work.checkpointing else once
 
 
-def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | None:
-    """One turn of a case; None if memory ran out."""
+def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | Failure:
+    """One turn of a case, or what kept it from the end."""
     work = case.work
     if work.checkpointing:
         for encoder in encoders(model):
@@ -235,7 +242,9 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
     try:
         return _timed(WAYS[case.way], model, optimizer, work, updates, seed)
     except torch.OutOfMemoryError:
-        return None
+        return Failure("out of memory")
+    except TorchDynamoException as error:
+        return Failure(f"not compiled ({type(error).__name__}: {str(error).strip().splitlines()[0]})")
     finally:
         model.__dict__.pop("forward", None)
         for encoder in encoders(model):

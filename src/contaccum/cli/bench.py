@@ -83,8 +83,8 @@ def _line(row: dict[str, Any]) -> list[str]:
     sizes = [f"{row['n_total']:,}", f"{row['n_local']:,}", f"{row['bank']:,}" if row["banked"] else ""]
     how = [f"{row['compile']} compiled"] * bool(row["compile"]) + ["unpadded"] * row["unpad"] + ["checkpointing"] * row["checkpointing"]
     towers = " ".join([row["precision"], *how])
-    if row["out_of_memory"]:
-        return [row["way"], *sizes, towers, "out of memory", *[""] * 4]
+    if row["failed"]:
+        return [row["way"], *sizes, towers, row["failed"], *[""] * 4]
     times = [f"{1000 * row['seconds']:.1f}", "" if ratio is None else f"x{ratio:.2f}", f"{row['samples_per_second']:.0f}"]
     return [row["way"], *sizes, towers, *times, "" if memory is None else f"{memory / 1e6:,.0f}", "" if share is None else f"{share:.0%}"]
 

@@ -67,8 +67,8 @@ def _cells(row: Row, metrics: Sequence[str], told: bool) -> list[str]:
 
 
 def _time(way: dict[str, Any]) -> str:
-    if way["out_of_memory"]:
-        return "out of memory"
+    if way["failed"]:
+        return str(way["failed"])
     ratio = way["time_over_gradaccum"]
     return f"{1000 * way['seconds']:.1f} ms" + ("" if ratio is None else f" (x{ratio:.2f})")
 
