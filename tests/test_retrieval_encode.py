@@ -21,7 +21,7 @@ from contaccum.retrieval import encode
 from contaccum.retrieval.batches import by_budget
 from contaccum.retrieval.shards import Vectors
 from contaccum.retrieval.texts import read_queries
-from contaccum.retrieval.tokens import direct_reader
+from contaccum.retrieval.tokens import DirectReader, direct_reader
 
 
 def write_collection(path: Path, count: int = 100, seed: int = 0, words: int = 40) -> list[str]:
@@ -89,6 +89,31 @@ def test_a_model_that_reads_otherwise_keeps_its_own_way(tiny_encoder, monkeypatc
     own = model.preprocess
     monkeypatch.setattr(model, "preprocess", lambda texts, **kwargs: own([text.replace("w1", "w2") for text in texts], **kwargs))
     assert direct_reader(model, "document", None, texts(20)) is None
+
+
+def test_token_ids_are_kept_for_the_next_model(tiny_encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_collection(tmp_path / "c.jsonl")
+    monkeypatch.setattr(sys.modules["contaccum.retrieval.encode"], "WINDOW", 37)
+    read: list[int] = []
+    plain = DirectReader._read
+    monkeypatch.setattr(DirectReader, "_read", lambda self, asked: read.append(len(asked)) or plain(self, asked))
+
+    def vectors(model, name: str, cache: Path | None = tmp_path / "tokens", **options) -> np.ndarray:
+        encode(model, tmp_path / "c.jsonl", tmp_path / name, token_cache=cache, dtype="float32", device="cpu", progress=False, **options)
+        return matrix(tmp_path / name)
+
+    first, second = tiny_encoder(seed=0), tiny_encoder(seed=1)
+    assert np.array_equal(vectors(first, "plain", None), vectors(first, "kept"))
+    assert len(list((tmp_path / "tokens").iterdir())) == 3  # windows
+    read.clear()
+    assert np.array_equal(vectors(second, "second"), vectors(second, "second-plain", None))
+    assert read == [33, 33, 37, 37, 26]  # reading directly is tried on 33 texts each time; the windows were tokenised only without a cache
+    for file in (tmp_path / "tokens").iterdir():
+        file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(DataError, match="delete it"):
+        vectors(second, "third")
+    shorter = vectors(second, "shorter", max_seq_length=5)
+    assert np.array_equal(shorter, vectors(second, "shorter-plain", None, max_seq_length=5))
 
 
 def test_vectors_of_a_cosine_model_are_normalised(tiny_encoder, tmp_path: Path) -> None:

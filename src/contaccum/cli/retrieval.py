@@ -34,6 +34,10 @@ def encode(
         typer.Option(help="of the computation: fp32, bf16 or fp16 (default: fp32 on a CPU, fp16 on a GPU)"),
     ] = None,
     device: Annotated[Optional[str], typer.Option(help="cpu, cuda, cuda:1, ... (default: a GPU where there is one)")] = None,  # noqa: UP045
+    token_cache: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="folder that keeps token ids, for encoding the same texts with the next checkpoint"),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Turn texts into vectors on disk. Interrupted, the same command goes on. Several: torchrun --nproc-per-node 2 -m contaccum encode ...
@@ -56,6 +60,7 @@ def encode(
         tokens_per_batch=tokens_per_batch,
         precision=precision,
         device=device,
+        token_cache=token_cache,
     )
     if json_:
         print(json.dumps(summary))

@@ -53,7 +53,7 @@ def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         if run.exists() and not begun:
             shutil.rmtree(run)
         summary = train(config, resume=begun)
-    metrics = judge(run, data) if spec["evaluated"] else {}
+    metrics = judge(run, data, folder.parent.parent / "data" / "tokens") if spec["evaluated"] else {}
     return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
 
 
@@ -68,12 +68,15 @@ def _updates(options: dict[str, Any]) -> int:
     return math.ceil(float(options.get("epochs", 40)) * per_epoch)
 
 
-def judge(run: Path, data: Ready) -> dict[str, float]:
-    """Encode the collection, search it exactly, judge; `run` keeps the run file and the values per query, not the vectors."""
+def judge(run: Path, data: Ready, token_cache: Path | None = None) -> dict[str, float]:
+    """Encode the collection, search it exactly, judge; `run` keeps the run file and the values per query, not the vectors.
+
+    Cells share the `token_cache`: tokenising a collection takes longer than a GPU needs to encode it.
+    """
     from contaccum.retrieval import encode, evaluate, search
 
     vectors, found = run / "vectors", run / "test.trec"
-    encode(run / "model", data.collection, vectors / "passages", progress=False)
+    encode(run / "model", data.collection, vectors / "passages", token_cache=token_cache, progress=False)
     encode(run / "model", data.queries, vectors / "queries", queries=True, split=data.split, progress=False)
     search(vectors / "passages", vectors / "queries", found, k=KEPT, verify=False)
     shutil.rmtree(vectors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,10 +35,19 @@ class Encoder:
         task: "query" or "document": the tower, and the prompt, if the model has one.
         tokens_per_batch: padded tokens that the model reads at once, at most (one text may be longer).
         precision: "fp32"; "bf16" or "fp16" run the matrix products in that type.
+        token_cache: folder where token ids are kept for the next time, where the model's texts can be read directly.
     """
 
-    def __init__(self, model: Any, task: str, tokens_per_batch: int, precision: str = "fp32", normalize: bool = False) -> None:
-        self.model, self.task, self.normalize = model.eval(), task, normalize
+    def __init__(
+        self,
+        model: Any,
+        task: str,
+        tokens_per_batch: int,
+        precision: str = "fp32",
+        normalize: bool = False,
+        token_cache: Path | None = None,
+    ) -> None:
+        self.model, self.task, self.normalize, self.token_cache = model.eval(), task, normalize, token_cache
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
         self.reader: DirectReader | None = None
         self.asked = False  # whether there is a reader
@@ -46,10 +56,14 @@ class Encoder:
             (model.prompts[name] for name in names if name in model.prompts), model.prompts.get(model.default_prompt_name)
         )
 
+    def dim(self) -> int:
+        """Of its vectors. Asked with the model's own `preprocess`, so that reading directly is tried on real texts, not on this one."""
+        return int(self.vectors(self._padded_batches(["a"])).shape[1])
+
     def batches(self, texts: Sequence[str]) -> list[Batch]:
         """A window of texts as the model reads it, each batch padded to its own longest text."""
         if self.reader is None and not self.asked:
-            self.reader, self.asked = direct_reader(self.model, self.task, self.prompt, texts), True
+            self.reader, self.asked = direct_reader(self.model, self.task, self.prompt, texts, self.token_cache), True
         if self.reader is not None:
             tokens = self.reader.tokens(texts)
             groups = by_budget(np.array([len(ids) for ids in tokens]), self.tokens_per_batch)

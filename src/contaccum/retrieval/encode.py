@@ -57,6 +57,7 @@ def encode(
     tokens_per_batch: int | None = None,
     precision: str | None = None,
     device: str | None = None,
+    token_cache: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Write the vectors of `texts` to the folder `output`, which `Vectors` reads, and return a summary.
@@ -73,6 +74,7 @@ def encode(
         tokens_per_batch: None: 4,096 on a CPU, 65,536 on a GPU.
         precision: of the computation, "fp32", "bf16" or "fp16"; None: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and
             half precision is what is stored; a value that overflows is noticed).
+        token_cache: folder that keeps token ids, so that the next model with the same tokenizer need not tokenise these texts again.
     """
     from contaccum.retrieval.model import load_model
 
@@ -80,7 +82,7 @@ def encode(
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
     source = _Source(texts, queries, split)
     loaded = load_model(model, device, max_seq_length)
-    encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision)
+    encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision, token_cache)
     description = _description(loaded, encoder, model, source, dtype, shard_size)
     _open_output(output, description)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -105,14 +107,17 @@ def encode(
     }
 
 
-def make_encoder(model: Any, task: str, tokens_per_batch: int | None, precision: str | None) -> Encoder:
+def make_encoder(
+    model: Any, task: str, tokens_per_batch: int | None, precision: str | None, token_cache: str | Path | None = None
+) -> Encoder:
     """The encoder with the defaults of `encode` for the model's device and similarity."""
     from contaccum.retrieval.batches import Encoder
     from contaccum.retrieval.model import is_cosine
 
     on_gpu = model.device.type == "cuda"
     budget = tokens_per_batch or (65_536 if on_gpu else 4_096)
-    return Encoder(model, task, budget, precision or ("fp16" if on_gpu else "fp32"), normalize=is_cosine(model))
+    kept = None if token_cache is None else Path(token_cache)
+    return Encoder(model, task, budget, precision or ("fp16" if on_gpu else "fp32"), is_cosine(model), kept)
 
 
 def _shards(stream: Iterator[Text], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[Text]]]:
@@ -219,7 +224,7 @@ def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: st
         "prompt": encoder.prompt,
         "source": str(source.path),
         "split": source.split,
-        "dim": int(encoder.vectors(encoder.batches(["a"])).shape[1]),
+        "dim": encoder.dim(),
         "dtype": dtype,
         "normalized": encoder.normalize,
         "precision": encoder.precision,

@@ -7,40 +7,82 @@ not assumed but tried on the first texts; a model for which it does not keeps it
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router, Transformer
 from torch import Tensor
+
+from contaccum.errors import DataError
 
 TRIED = 32  # texts, and one longer than any limit
 READABLE = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 class DirectReader:
-    """Reads texts as one tower of a model does: `padded(tokens(texts))` is what `preprocess(texts)` would give."""
+    """Reads texts as one tower of a model does: `padded(tokens(texts))` is what `preprocess(texts)` would give.
 
-    def __init__(self, core: Any, prompt: str, pad_id: int, left: bool, like: dict[str, Any]) -> None:
-        self.core, self.prompt, self.pad_id, self.left, self.like = core, prompt, pad_id, left, like
+    With a folder `cache`, ids are kept there, a file per call, and taken from there when the same texts come again, from this process or
+    another, to a tokenizer that does the same.
+    """
 
-    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.core.encode_batch_fast([self.prompt + text for text in texts])]
+    def __init__(self, core: Any, prompt: str, pad_id: int, left: bool, like: dict[str, Any], cache: Path | None = None) -> None:
+        self.core, self.prompt, self.pad_id, self.left, self.like, self.cache = core, prompt, pad_id, left, like, cache
+        self.settings = hashlib.sha256(f"{len(prompt)} {prompt}{core.to_str()}".encode()) if cache else None
 
-    def padded(self, tokens: Sequence[list[int]]) -> dict[str, Any]:
+    def tokens(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        if self.cache is None or self.settings is None:
+            return self._read(texts)
+        digest = self.settings.copy()
+        for text in texts:
+            digest.update(f"{len(text)} {text}".encode())
+        file = self.cache / f"{digest.hexdigest()[:32]}.npy"
+        if file.exists():
+            return _unpacked(file, len(texts))
+        tokens = self._read(texts)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        self.cache.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as out:
+            np.save(out, np.concatenate([np.array([len(ids) for ids in tokens], np.int32), *tokens]))
+        part.replace(file)
+        return tokens
+
+    def _read(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        return [np.array(encoding.ids, np.int32) for encoding in self.core.encode_batch_fast([self.prompt + text for text in texts])]
+
+    def padded(self, tokens: Sequence[NDArray[np.int32]]) -> dict[str, Any]:
         lengths = np.array([len(ids) for ids in tokens])
         places = np.arange(lengths.max())
         mask = places >= (lengths.max() - lengths)[:, None] if self.left else places < lengths[:, None]
         ids = np.full(mask.shape, self.pad_id)
-        ids[mask] = np.concatenate([np.asarray(one) for one in tokens])  # row by row, as the mask is read
+        ids[mask] = np.concatenate(tokens)  # row by row, as the mask is read
         made = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask.astype(np.int64))}
         made["token_type_ids"] = torch.zeros_like(made["input_ids"])
         return {name: made[name] if isinstance(value, Tensor) else value for name, value in self.like.items()}
 
 
-def direct_reader(model: SentenceTransformer, task: str, prompt: str | None, texts: Sequence[str]) -> DirectReader | None:
+def _unpacked(file: Path, texts: int) -> list[NDArray[np.int32]]:
+    """Lengths first, then all ids."""
+    try:
+        packed = np.load(file)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{file} is no whole file of token ids ({error}); delete it") from error
+    lengths, ids = packed[:texts], packed[texts:]
+    if len(ids) != lengths.sum():
+        raise DataError(f"{file} holds {len(ids)} token ids, not {lengths.sum()}; delete it")
+    return np.split(ids, np.cumsum(lengths)[:-1])
+
+
+def direct_reader(
+    model: SentenceTransformer, task: str, prompt: str | None, texts: Sequence[str], cache: Path | None = None
+) -> DirectReader | None:
     """A reader that equals `model.preprocess` on some of `texts`; None where there is no such."""
     tower = _tower(model, task)
     tokenizer: Any = getattr(tower, "tokenizer", None)
@@ -55,8 +97,8 @@ def direct_reader(model: SentenceTransformer, task: str, prompt: str | None, tex
     copy.no_padding()
     limit = tower.max_seq_length
     copy.enable_truncation(limit) if limit else copy.no_truncation()
-    reader = DirectReader(copy, prompt or "", tokenizer.pad_token_id or 0, tokenizer.padding_side == "left", expected)
-    return reader if _equal(reader.padded(reader.tokens(tried)), expected) else None
+    reader = DirectReader(copy, prompt or "", tokenizer.pad_token_id or 0, tokenizer.padding_side == "left", expected, cache)
+    return reader if _equal(reader.padded(reader._read(tried)), expected) else None
 
 
 def _tower(model: SentenceTransformer, task: str) -> Transformer | None:
