@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from conftest import assert_close
 from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, dual_encoder
 from contaccum.bank import DualBank
 from contaccum.budget import limit_memory
+from contaccum.diagnostics import Diagnostics
 from contaccum.halving import HalvingTrainer, gradients_apart, rows_of, split
+from contaccum.logfile import read_log
 from contaccum.plan.measure import write_model, write_texts
+from contaccum.runlog import RunLog
 from test_trainer import arguments, dataset, state_of, trained
 
 OUT = "CUDA out of memory (made up)"
@@ -116,6 +120,30 @@ class _Watching(torch.optim.SGD):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         self._seen.update({name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None})
         return super().step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "gradcache"])
+def test_the_logs_count_what_was_done_anew_once(tiny_encoder, tmp_path, cached: bool) -> None:
+    """8 rows an update, the first pass fails on its way back: the log is that of a run that is small from the start."""
+
+    def lines(small: bool) -> tuple[list[dict[str, Any]], int]:
+        model, folder = tiny_encoder(dropout=0.0), tmp_path / f"small-{small}"
+        folder.mkdir()
+        device = None if small else Small(model, 2, backward=True)
+        kind = partial(CachedContAccumLoss, mini_batch_size=2 if small else 4) if cached else ContAccumLoss
+        loss = kind(model, bank_size=12)
+        size = 8 if cached else 2 if small else 4
+        log, diagnostics = RunLog(folder / "log.jsonl", loss.criterion), Diagnostics(folder / "diagnostics.jsonl", loss, every=1000)
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "callbacks": [log, diagnostics]}
+        trained(model, folder, HalvingTrainer, loss, **options)
+        assert device is None or device.failures == 1
+        return read_log(folder / "log.jsonl"), diagnostics.counted
+
+    (halved, halved_samples), (small, small_samples) = lines(small=False), lines(small=True)
+    assert halved_samples == small_samples == 32
+    assert len(halved) == len(small) == 4
+    for line, expected in zip(halved, small, strict=True):
+        assert line == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

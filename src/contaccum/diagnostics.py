@@ -62,7 +62,7 @@ class Diagnostics(FlushedLog):
         self.norms: dict[str, Tensor] = {}
         self.scores: Scores | None = None
         self.watch = Stopwatch()
-        self.samples, self.since = 0, time.perf_counter()
+        self.counted, self.since = 0, time.perf_counter()  # samples
         self.warned: set[str] = set()
 
     def _due(self, every: int) -> bool:
@@ -73,7 +73,7 @@ class Diagnostics(FlushedLog):
             self.watch.mark(phase, self._parameter.device)  # the model's own `device` looks at all of it
 
     def _observe(self, step: MicroStep) -> None:
-        self.samples += len(step.rows)
+        self.counted += len(step.rows)
         if self._due(self.mass_every):
             self.scores = Scores.of(step)  # the update's last micro-step stays
 
@@ -128,8 +128,8 @@ class Diagnostics(FlushedLog):
         watch: Stopwatch | None = line.pop("watch", None)
         if watch is not None:
             told["seconds"] = watch.seconds(PHASES)  # waits for the GPU, hence the clock is right
-            told["samples_per_second"] = self.samples / (time.perf_counter() - self.since)
-            self.samples, self.since = 0, time.perf_counter()
+            told["samples_per_second"] = self.counted / (time.perf_counter() - self.since)
+            self.counted, self.since = 0, time.perf_counter()
         return told | line
 
 

@@ -5,7 +5,7 @@ the size of an update.
    succeeded. If it runs out of memory, forward or backward, they are dropped, and nothing of it is left in the update. This needs no
    copy of gradients: those of earlier micro-batches are put aside, not copied, and the new ones replace the sums that the backward pass
    would have written to. Both are held only towards the end of a backward pass, when most activations are gone.
-2. What it had left for the bank is dropped too, so that the bank is as it was before.
+2. What it had left for the bank is dropped too, so that the bank is as it was before, and what observers had counted of it.
 3. The micro-batch is cut in half, and so is every later one. A half weighs in the update by its share of the samples: the update equals
    that of a run whose micro-batches are that small from this one on. By GradCache, which keeps the batch whole, mini-batches are halved
    instead, and the update stays the same.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from contaccum.bank import DualBank
 from contaccum.losses import CachedContAccumLoss
-from contaccum.trainer import ContAccumTrainer, bank_losses
+from contaccum.trainer import ContAccumTrainer, CountsMicroSteps, bank_losses
 
 Inputs = dict[str, Any]
 
@@ -66,6 +66,7 @@ class HalvingTrainer(ContAccumTrainer):
         """Loss of a part of a micro-batch of `rows` rows, its gradients added; or the error, with nothing changed."""
         banks = [loss.criterion.bank for loss in bank_losses(self.loss)]
         pending = [bank._arrivals for bank in banks]
+        counts = [(callback, callback.counted) for callback in self.callback_handler.callbacks if isinstance(callback, CountsMicroSteps)]
         share = (rows_of(inputs) or rows) / rows
         try:
             with gradients_apart(self.model), self._divided_by(self.current_gradient_accumulation_steps / share):
@@ -76,6 +77,8 @@ class HalvingTrainer(ContAccumTrainer):
             for bank, arrivals in zip(banks, pending, strict=True):
                 if bank._arrivals is not arrivals:  # else it was not reached: what waits is an earlier micro-batch's
                     bank._arrivals = None
+            for callback, counted in counts:
+                callback.counted = counted
             return None, error
 
     @contextmanager

@@ -35,6 +35,14 @@ class RunLog(FlushedLog, SkippedSteps):
         self.losses.append(step.loss)
         self.negatives = step.negatives_per_query
 
+    @property
+    def counted(self) -> int:
+        return len(self.losses)
+
+    @counted.setter
+    def counted(self, micro_steps: int) -> None:
+        del self.losses[micro_steps:]
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.losses, self.waiting = [], []
         if self.writes:

@@ -30,6 +30,13 @@ class BeforeCheckpoint(Protocol):
     def before_checkpoint(self, folder: Path) -> None: ...
 
 
+@runtime_checkable
+class CountsMicroSteps(Protocol):
+    """A callback that observes micro-steps: `counted` is put back to what it was where one has failed and will be done anew."""
+
+    counted: int
+
+
 class FlushedLog(TrainerCallback, ABC):
     """A log that holds lines back: they are written when training ends, and before a checkpoint counts as complete."""
 
