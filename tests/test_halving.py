@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ from torch import Tensor, nn
 from transformers import BertConfig
 
 from conftest import assert_close
-from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, dual_encoder
-from contaccum.bank import DualBank
+from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, drift, dual_encoder
 from contaccum.budget import limit_memory
 from contaccum.diagnostics import Diagnostics
 from contaccum.halving import HalvingTrainer, gradients_apart, rows_of, split
 from contaccum.logfile import read_log
 from contaccum.plan.measure import write_model, write_texts
 from contaccum.runlog import RunLog
+from contaccum.table import LogSumTable
 from test_trainer import arguments, dataset, state_of, trained
 
 OUT = "CUDA out of memory (made up)"
@@ -176,13 +177,29 @@ def test_halves_again_until_it_fits_and_gives_up_at_one(tiny_encoder, tmp_path) 
         trained(model, tmp_path / "b", HalvingTrainer)
 
 
-def test_a_bank_that_was_being_written_is_not_gone_on_with(tiny_encoder, tmp_path, monkeypatch) -> None:
-    def enter(self: DualBank, arrivals: Any) -> None:
-        raise torch.OutOfMemoryError(OUT)
+@pytest.mark.parametrize("correction", [None, "mean"])
+@pytest.mark.parametrize("micro_batch", [3, 5])
+def test_a_bank_that_was_being_written_when_memory_ran_out_is_written_then(
+    tiny_encoder, tmp_path, monkeypatch, correction: str | None, micro_batch: int
+) -> None:
+    """A micro-batch enters in the forward pass of the next: the run equals one in which that pass failed by itself."""
+    model = tiny_encoder(dropout=0.0)
+    Small(model, 2, backward=False, start=micro_batch)
+    by_itself = trained(model, tmp_path / "a", HalvingTrainer, ContAccumLoss(model, bank_size=12, drift_correction=correction))
+    owner, name = (LogSumTable, "write_rows") if correction is None else (drift, "write_ring")
+    real, calls = getattr(owner, name), itertools.count(1)
 
-    monkeypatch.setattr(DualBank, "_enter", enter)
-    with pytest.raises(torch.OutOfMemoryError, match="made up"):
-        trained(tiny_encoder(), tmp_path, HalvingTrainer)
+    def fail_once(*args: Any) -> Any:
+        if next(calls) == micro_batch:
+            raise torch.OutOfMemoryError(OUT)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, fail_once)
+    model = tiny_encoder(dropout=0.0)
+    entering = trained(model, tmp_path / "b", HalvingTrainer, ContAccumLoss(model, bank_size=12, drift_correction=correction))
+    assert by_itself.halvings == entering.halvings == 1
+    assert_close(state_of(entering), state_of(by_itself))
+    assert entering.loss.criterion.bank.count == 32
 
 
 def test_gradients_apart() -> None:

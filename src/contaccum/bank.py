@@ -260,37 +260,41 @@ class DualBank(LazyBuffers):
         )
 
     def _settle(self) -> None:
-        """Let the waiting micro-batch enter, if it is finite."""
-        arrivals, self._arrivals = self._arrivals, None
-        if arrivals is not None and arrivals.finite.verdict():
+        """Let the waiting micro-batch enter, if it is finite. Where memory runs out it goes on waiting, for the next use of the bank."""
+        if self._arrivals is None:
+            return
+        if self._arrivals.finite.verdict():
             with torch.no_grad():
-                self._enter(arrivals)
+                self._enter(self._arrivals)
+        self._arrivals = None
 
     def _enter(self, new: _Arrivals) -> None:
+        """Cut short, it can be called anew: it writes the same once more. What cannot be written twice, counts, comes last."""
         n, m, r = len(new.columns), min(self._count, self.size), self._filled_rows()
-        self._count += n
+        count = self._count + n
         kept = min(n, self.size)
-        start = (self._count - kept) % self.size
+        start = (count - kept) % self.size
         _write(self._passages, start, new.columns.passages, kept)
         _write(self._column_ids, start, new.columns.ids, kept)
         _write(self._column_query_keys, start, new.columns.query_keys, kept)
         _write(self._passage_keys, start, new.columns.passage_keys, kept)
         for slots in ring_slots(self._ages, start, kept):
             slots.zero_()
-        if new.uncorrected is not None and self.means is not None:
-            self.means.add(*new.uncorrected)
         if new.log_sums is not None and new.log_sums.old_over_new is not None:
             values = new.log_sums.old_over_new[:, -kept:]
-            self.table.write_columns(start, values, len(self), lambda a, b: self._rescore(r, self._columns(a, b)))
+            self.table.write_columns(start, values, min(count, self.size), lambda a, b: self._rescore(r, self._columns(a, b)))
         if self.use_queries and self.query_size > 0:
-            row_start, kept_rows = self._enter_rows(new)
+            row_start, kept_rows = self._enter_rows(new, count)
             if new.log_sums is not None:
                 self._enter_table_rows(new.log_sums, m, start, kept, row_start, kept_rows)
+        if new.uncorrected is not None and self.means is not None:
+            self.means.add(*new.uncorrected)
+        self._count = count
 
-    def _enter_rows(self, new: _Arrivals) -> tuple[int, int]:
+    def _enter_rows(self, new: _Arrivals, count: int) -> tuple[int, int]:
         """The new rows' first slot and their number."""
         kept = min(len(new.rows), self.query_size)
-        start = (self._count - kept) % self.query_size
+        start = (count - kept) % self.query_size
         _write(self._queries, start, new.rows.queries, kept)
         _write(self._row_ids, start, new.rows.ids, kept)
         _write(self._row_query_keys, start, new.rows.query_keys, kept)

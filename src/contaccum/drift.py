@@ -109,10 +109,9 @@ class RunningMeans(LazyBuffers):
         new = asked.samples if asked is not None and asked.of(queries, passages) else _samples(queries, passages)
         if self._recent is None:
             self._recent = new.new_zeros((MAX_WINDOW, *new.shape[1:]))
-        self.count += len(new)
-        self.samples_in_update += len(new)
-        kept = new[-MAX_WINDOW:]
-        write_ring(self._recent, (self.count - len(kept)) % MAX_WINDOW, kept)
+        kept, count = new[-MAX_WINDOW:], self.count + len(new)
+        write_ring(self._recent, (count - len(kept)) % MAX_WINDOW, kept)
+        self.count, self.samples_in_update = count, self.samples_in_update + len(new)
 
     def after_update(self) -> None:
         if self.samples_in_update:

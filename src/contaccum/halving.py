@@ -10,8 +10,7 @@ the size of an update.
    that of a run whose micro-batches are that small from this one on. By GradCache, which keeps the batch whole, mini-batches are halved
    instead, and the update stays the same.
 
-Where a single sample is too large, where the batch cannot be cut, or where memory ran out while the bank was being written, the error is
-raised. For one process: several would have to agree.
+Where a single sample is too large or the batch cannot be cut, the error is raised. For one process: several would have to agree.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from contaccum.bank import DualBank
 from contaccum.losses import CachedContAccumLoss
 from contaccum.trainer import ContAccumTrainer, CountsMicroSteps, bank_losses
 
@@ -72,10 +69,8 @@ class HalvingTrainer(ContAccumTrainer):
             with gradients_apart(self.model), self._divided_by(self.current_gradient_accumulation_steps / share):
                 return super().training_step(model, inputs, num_items_in_batch), None
         except torch.OutOfMemoryError as error:
-            if _was_running(error.__traceback__, DualBank._enter):
-                raise
             for bank, arrivals in zip(banks, pending, strict=True):
-                if bank._arrivals is not arrivals:  # else it was not reached: what waits is an earlier micro-batch's
+                if bank._arrivals is not arrivals:  # else what waits is an earlier micro-batch's
                     bank._arrivals = None
             for callback, counted in counts:
                 callback.counted = counted
@@ -147,11 +142,3 @@ def split(inputs: Inputs, rows: int, size: int) -> list[Inputs]:
         }
         for i in range(0, rows, size)
     ]
-
-
-def _was_running(traceback: TracebackType | None, function: Any) -> bool:
-    while traceback is not None:
-        if traceback.tb_frame.f_code is function.__code__:
-            return True
-        traceback = traceback.tb_next
-    return False

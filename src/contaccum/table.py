@@ -104,6 +104,7 @@ class LogSumTable(LazyBuffers):
     def _open(self, group: int, begin: int, end: int, rows: int, filled: int, rescore: Callable[[int, int], Tensor]) -> None:
         """Fill `fine` with what survives in `group` when the slots begin..end are replaced."""
         first, last = group * self.group_size, min((group + 1) * self.group_size, filled)
+        self.open_group = None  # until it is whole: memory may run out
         self.fine.fill_(-torch.inf)
         for a, b in ((first, min(begin, last)), (end, last)):
             if a < b:
