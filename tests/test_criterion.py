@@ -7,7 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +206,13 @@ class RunsOut(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def failures_while_entering(criterion: DualBankInfoNCE) -> Iterator[DualBankInfoNCE]:
-    """Copies of it, each with a bank that memory ran out for at another operation of entering."""
+def failures(criterion: DualBankInfoNCE, call: Callable[[DualBankInfoNCE], Any]) -> Iterator[DualBankInfoNCE]:
+    """Copies of it, for each of which memory has run out at another operation of `call`."""
     for last in itertools.count():
         failed = copy.deepcopy(criterion)
         try:
             with RunsOut(last):
-                failed.bank._settle()
+                call(failed)
         except torch.OutOfMemoryError:
             yield failed
         else:
@@ -233,9 +233,23 @@ def test_a_micro_batch_whose_entering_ran_out_of_memory_enters_at_the_next_use(
         criterion(*batch(n=size, seed=seed), query_keys=keys[:, 0], passage_keys=keys)
         undisturbed = copy.deepcopy(criterion)
         losses = [undisturbed(*batch(n=3, seed=90 + i), **then).item() for i in range(2)]
-        found = [[failed(*batch(n=3, seed=90 + i), **then).item() for i in range(2)] for failed in failures_while_entering(criterion)]
+        entering = failures(criterion, lambda c: c.bank._settle())
+        found = [[failed(*batch(n=3, seed=90 + i), **then).item() for i in range(2)] for failed in entering]
         assert len(found) > 10
         assert torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=1e-6)
+
+
+@pytest.mark.parametrize("correction", [None, "mean"])
+def test_a_first_micro_batch_that_ran_out_of_memory_leaves_a_bank_that_works(correction: str | None) -> None:
+    """Among other places, where the bank is allocated."""
+    criterion = DualBankInfoNCE(bank_size=10, query_bank_size=5, drift_correction=correction)
+    expected = losses_and_gradients(copy.deepcopy(criterion), range(3))
+    all_failed = list(failures(criterion, lambda c: losses_and_gradients(c, range(1))))
+    assert len(all_failed) > 20
+    for failed in all_failed:
+        failed.bank._arrivals = None  # what a pass that failed later had left for it
+        found = losses_and_gradients(failed, range(3))
+        assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
 
 
 RESUME = """

@@ -328,7 +328,7 @@ class DualBank(LazyBuffers):
         def ring(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        self._queries, self._passages = ring(self.query_size, d, dtype=dtype), ring(self.size, c, d, dtype=dtype)
+        self._queries, passages = ring(self.query_size, d, dtype=dtype), ring(self.size, c, d, dtype=dtype)
         self._positive_scores, self._ages = ring(self.query_size, dtype=computing), ring(self.size, dtype=torch.float32)
         self._column_ids = ring(self.size)
         self._column_query_keys = None if rows.query_keys is None else ring(self.size)
@@ -338,6 +338,7 @@ class DualBank(LazyBuffers):
             self._row_query_keys = None if rows.query_keys is None else ring(self.query_size)
             self._positive_keys = None if rows.positive_keys is None else ring(self.query_size)
         self.table.allocate(device, computing)
+        self._passages = passages  # last: with them it counts as allocated, and memory may run out before
 
     def _check(self, rows: Rows, columns: Columns) -> None:
         """A ring holds tuples of one shape."""
