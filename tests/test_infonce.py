@@ -241,6 +241,24 @@ def test_rounding_to_tf32_is_to_the_nearest_of_ten_bits(number: float) -> None:
     assert torch.equal(rounded_to_tf32(given.double()), given.double())
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7FFFFFFF, -1, 0x7F800001, 0x7F800000, -0x800000], ids=hex)
+def test_rounding_to_tf32_keeps_what_is_not_finite(bits: int) -> None:
+    """NaN of either sign, as CPUs and as CUDA make them, and with the lowest bit alone; infinity."""
+    given = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    before = given.clone()
+    assert torch.equal(rounded_to_tf32(given).isnan(), given.isnan())
+    assert torch.equal(rounded_to_tf32(given).isinf(), given.isinf())
+    assert torch.equal(given.view(torch.int32), before.view(torch.int32)), "the input was changed"
+
+
+def test_a_nan_vector_gives_nan_log_sums_where_they_are_rounded(monkeypatch) -> None:
+    ids = torch.arange(4)
+    queries, passages = torch.ones(4, 2), torch.ones(4, 1, 2)
+    passages[3, 0, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    monkeypatch.setattr("contaccum.infonce.CHUNK_SCORES", 4)
+    assert row_log_sums(Rows(queries, ids), Columns(passages, ids), 1.0).isnan().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize(("size", "near"), [(1000, 1e-4), (4096, 5e-3)])

@@ -134,8 +134,11 @@ def row_log_sums(rows: Rows, columns: Columns, scale: float) -> Tensor:
 
 
 def rounded_to_tf32(vectors: Tensor) -> Tensor:
-    """To the nearest: tensor cores would cut the digits off, which makes every score too small. NaN does not survive."""
-    return ((vectors.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) if vectors.dtype == torch.float32 else vectors
+    """To the nearest: tensor cores would cut the digits off, which makes every score too small."""
+    if vectors.dtype != torch.float32:
+        return vectors
+    rounded = (vectors.view(torch.int32) + 0x1000).bitwise_and_(~0x1FFF).view(torch.float32)
+    return rounded.masked_fill_(vectors.isnan(), torch.nan)  # the sum turns some NaN, CUDA's own among them, into 0 or infinity
 
 
 @contextmanager
