@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.util import dot_score
 from torch import Tensor
@@ -151,6 +152,31 @@ def test_a_bank_of_automatic_size_fits_updates_and_data(tiny_encoder, tmp_path, 
     assert loss.criterion.bank.size == loss.criterion.bank.query_size == expected
     assert loss.get_config_dict()["bank_size"] == expected
     assert len(loss.criterion.bank) == min(expected, 2 * 4 * options.get("gradient_accumulation_steps", 2))
+
+
+@pytest.mark.parametrize("way", ["trainer", "callback"])
+def test_the_model_card_tells_the_size_that_the_bank_got(tiny_encoder, tmp_path, way) -> None:
+    """A new training, then a resumed one; with one loss for all data, evaluation's included."""
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = tiny_encoder()
+        loss = ContAccumLoss(model)
+        plain = {"trainer_class": SentenceTransformerTrainer, "callbacks": [ContAccumCallback(loss, resume)]} if way == "callback" else {}
+        saved = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "resume": resume, "eval_dataset": dataset(8)}
+        trained(model, tmp_path, loss=loss, data=dataset(2048), **saved, **plain)
+        model.save_pretrained(str(tmp_path / "model"))
+        for folder in ("checkpoint-3", "model"):
+            card = (tmp_path / folder / "README.md").read_text()
+            assert re.findall(r'"((?:query_)?bank_size)": (\d+)', card) == [("bank_size", "64"), ("query_bank_size", "64")] * 2
+
+
+def test_the_model_card_tells_the_bank_of_each_data_set(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    data = DatasetDict({"few": dataset(64), "many": dataset(2048)})
+    loss = {"few": ContAccumLoss(model, bank_size=5), "many": ContAccumLoss(model)}
+    trained(model, tmp_path, loss=loss, data=data, max_steps=2)
+    sizes = [re.findall(r'"bank_size": (\d+)', info["loss"]["config_code"]) for info in model.model_card_data.train_datasets]
+    assert sizes == [["5"], ["32"]]
+    assert loss["many"].criterion.bank.size == 32
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -96,6 +97,15 @@ class ContAccumCallback(SkippedSteps):
                     loss.criterion.resize_bank(self._bank_size(loss, args, state, kwargs.get("train_dataloader")))
         else:
             self.load(Path(self.checkpoint) if self.checkpoint else checkpoint_folder(args, state))
+        self._correct(getattr(kwargs.get("model"), "model_card_data", None))
+
+    def _correct(self, card: Any) -> None:
+        """A model card got the losses' options when the trainer was made, before banks of automatic size had theirs."""
+        for dataset in [] if card is None else [*card.train_datasets, *card.eval_datasets]:
+            loss = self.loss.get(dataset.get("name")) if isinstance(self.loss, dict) else self.loss
+            if loss is not None:
+                no_data = SimpleNamespace(column_names=[])  # what the card says of the loss alone
+                dataset["loss"] = card.compute_dataset_metrics(no_data, {}, loss)["loss"]
 
     def _bank_size(self, loss: ContAccumLoss, args: TrainingArguments, state: TrainerState, loader: Any) -> int:
         """`auto_bank` of what enters this bank: of all processes if it gathers, and of several losses its share."""
