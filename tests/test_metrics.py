@@ -12,6 +12,7 @@ from scipy import stats
 
 pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
+from contaccum.cli import app
 from contaccum.errors import DataError
 from contaccum.retrieval import evaluate
 from contaccum.retrieval.compare import paired_comparison
@@ -159,6 +160,23 @@ def test_qrels_of_a_folder_and_a_comparison(tmp_path: Path) -> None:
     result = evaluate(first, qrels=tmp_path, metrics=["NDCG@10"], compare=second)
     assert result["metrics"]["NDCG@10"] == pytest.approx(sum(judged_metrics(run, qrels)["NDCG@10"].values()) / len(qrels))
     assert result["comparison"]["NDCG@10"]["queries"] == len(qrels)
+
+
+def test_people_read_percent_and_machines_fractions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in reports and reproductions: of 8 queries the first run finds 5, the other 4 of the same."""
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td\t1\n" for i in range(8)))
+    first, second = (
+        write(tmp_path / f"{found}.trec", {f"q{i}": [Hit("d" if i < found else "x", 1.0)] for i in range(8)}) for found in (5, 4)
+    )
+    words = ["evaluate", str(first), "--qrels", str(tmp_path / "qrels.tsv"), "--metrics", "P@1", "--compare", str(second)]
+    app(words, standalone_mode=False)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{first}: 8 queries, in percent",
+        "P@1             62.5   +12.5 [-17.1, +42.1]  p = 0.35",
+        f"difference to {second} with its 95% interval, paired t-test",
+    ]
+    app([*words, "--json"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["metrics"] == {"P@1": 0.625}
 
 
 def test_what_cannot_be_judged_says_what_is_missing(tmp_path: Path) -> None:

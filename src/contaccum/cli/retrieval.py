@@ -171,12 +171,11 @@ def evaluate(
     if json_:
         print(json.dumps(result))
         return
-    print(f"{run}: {result['queries']:,} queries")
+    print(f"{run}: {result['queries']:,} queries, in percent")
     for name, value in result["metrics"].items():
         told = result.get("comparison", {}).get(name)
-        versus = (
-            "" if told is None else f"   {told['difference']:+.4f} [{told['low']:+.4f}, {told['high']:+.4f}]  p = {told['p_value']:.2g}"
-        )
-        print(f"{name:<12}{value:8.4f}{versus}")
+        change = [] if told is None else [f"{100 * told[part]:+.1f}" for part in ("difference", "low", "high")]
+        versus = "" if told is None else f"   {change[0]} [{change[1]}, {change[2]}]  p = {told['p_value']:.2g}"
+        print(f"{name:<12}{100 * value:8.1f}{versus}")
     if compare is not None:
         print(f"difference to {compare} with its 95% interval, paired t-test")
