@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 import torch
 
-from contaccum import DualBankInfoNCE, bench
+from contaccum import ContAccumLoss, DualBankInfoNCE, bench
 from contaccum.bench import Case, Workload, measure, measure_cases, operations
 from contaccum.cli import main
 from contaccum.cli.bench import table
+from contaccum.diagnostics import Diagnostics
 from contaccum.speed import UNPADDED, compile_towers, encoders
 
 SMALL = Workload(n_total=8, n_local=4, bank=16, query_tokens=6, passage_tokens=12)
@@ -35,6 +36,16 @@ def test_the_papers_bank_and_ours_are_measured_apart(tiny_encoder) -> None:
         name: bench.WAYS[name].build(tiny_encoder(), SMALL).criterion.drift_correction for name in bench.WAYS if "contaccum" in name[:9]
     }
     assert corrections == {"contaccum": None, "contaccum (default)": DualBankInfoNCE().drift_correction}
+
+
+def test_filling_a_bank_is_not_timed(tiny_encoder, tmp_path) -> None:
+    """`benchmarks/diagnostics.py --every 1` fills it when the first update is due already."""
+    model = tiny_encoder()
+    loss = ContAccumLoss(model, bank_size=16)
+    diagnostics = Diagnostics(tmp_path / "diagnostics.jsonl", loss, every=1)
+    bench.fill_bank(loss, model, SMALL)
+    assert len(loss.criterion.bank) == 16
+    assert diagnostics.watch._marks == []
 
 
 def test_out_of_memory_is_a_row_and_the_others_go_on(monkeypatch) -> None:

@@ -323,7 +323,7 @@ def fill_bank(loss: nn.Module, model: SentenceTransformer, work: Workload) -> No
         elif isinstance(loss, ContAccumLoss):
             keys = torch.randint(2**62, (step, 2 + work.hard_negatives), device=model.device)
             negatives = passages[:, 1:] if work.hard_negatives else None
-            loss.criterion(queries.requires_grad_(), passages[:, 0], negatives, keys[:, 0], keys[:, 1:])
+            loss.criterion.forward(queries.requires_grad_(), passages[:, 0], negatives, keys[:, 0], keys[:, 1:])  # past hooks, which time
 
 
 def _set_precision(model: SentenceTransformer, precision: str) -> None:
