@@ -15,8 +15,9 @@ pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
 from chromium import PROGRAM, Chromium
 from contaccum.report.build import report
+from contaccum.report.page import page as html_page
 from contaccum.report.palette import INK, NIGHT, RULE, STYLES, WHITE
-from report_runs import HOSTILE, two_methods
+from report_runs import HOSTILE, make_run, summary_of, two_methods
 
 FIGURES = 11
 
@@ -197,3 +198,18 @@ def test_the_page_fits_a_phone_and_follows_dark_mode(page: Path, browser: Chromi
     assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb({}, {}, {})".format(*bytes.fromhex(NIGHT[1:]))
     browser.pdf(tmp_path / "page.pdf")
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("runs", [8, 45])
+def test_configurations_of_many_runs_fit_a_printed_page(browser: Chromium, tmp_path: Path, runs: int) -> None:
+    """With values of every length, and names that have no place to be broken at."""
+    fields = ("model", "tokenizer", "data", "report_to", "split", "pooling", "bank_dtype", "precision", "dev_metric", "dev_split")
+    folders = [
+        make_run(tmp_path / f"{'long' * 8}{i}", lr=1e-5 * (i + 1), **{f: "x" * (i % 5) * 8 + str(i) for f in fields}) for i in range(runs)
+    ]
+    (tmp_path / "page.html").write_text(html_page(summary_of(folders), [], {}, None, "", "Many", "", {}))
+    browser.open(tmp_path / "page.html", width=718)  # A4 with margins of a centimetre
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    widest = "Math.max(...[...document.querySelectorAll('#configuration table')].map(t => t.getBoundingClientRect().right))"
+    assert 0 < browser.run(widest) <= 718
+    browser.call("Emulation.setEmulatedMedia", media="")

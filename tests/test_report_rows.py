@@ -18,7 +18,7 @@ from contaccum.report.numbers import amount, duration, percent_spread, points, p
 from contaccum.report.queries import query_browser
 from contaccum.report.rows import Spread, differences, rows_of
 from contaccum.report.summary import notes, summarise
-from contaccum.report.tables import as_html, as_markdown, difference_table, pair_table, summary_table
+from contaccum.report.tables import as_html, as_markdown, difference_tables, pair_table, summary_table
 from contaccum.report.verdict import verdict
 from contaccum.retrieval.compare import paired_comparison
 from report_runs import make_data, make_run, rank_and_judge, summary_of, two_methods
@@ -66,8 +66,25 @@ def test_only_the_fields_that_differ_are_listed(tmp_path: Path) -> None:
     (folders[1] / "run.json").write_text(json.dumps({"commit": "def", "device": "a CPU", "versions": {"torch": "2.9"}}))
     rows = rows_of([read_run_folder(folder) for folder in folders])
     assert differences(rows) == {"tied": [False, True], "lr": [1e-4, 2e-5], "commit (run.json)": ["abc", "def"], "seed": ["1", "2"]}
-    assert [[cell.text for cell in line] for line in difference_table(rows).rows][:2] == [["tied", "no", "yes"], ["lr", "0.0001", "2e-05"]]
+    (table,) = difference_tables(rows)
+    assert [[cell.text for cell in line] for line in table.rows][:2] == [["tied", "no", "yes"], ["lr", "0.0001", "2e-05"]]
     assert differences(rows[:1]) == {}
+    assert difference_tables(rows[:1]) == []
+
+
+def test_many_configurations_are_lines_of_tables_that_fit_a_page(tmp_path: Path) -> None:
+    fields = ("n_total", "n_local", "bank", "epochs", "max_seq_length", "hard_negatives", "warmup_updates", "log_every", "save_every")
+    folders = [make_run(tmp_path / f"run{i}", **dict.fromkeys(fields, i)) for i in range(1, 10)]
+    rows = rows_of([read_run_folder(folder) for folder in folders])
+    tables = difference_tables(rows)
+    assert [len(table.head) for table in tables] == [1 + 8, 1 + 1]
+    assert {name for table in tables for name in table.head} == {"run", *fields}
+    for table in tables:
+        assert [[cell.text for cell in line] for line in table.rows] == [
+            [row.name, *[str(i)] * (len(table.head) - 1)] for i, row in enumerate(rows, 1)
+        ]
+    (across,) = difference_tables(rows[:8])
+    assert across.head == ["field", *(row.name for row in rows[:8])]
 
 
 def test_a_field_that_an_older_run_lacks_is_at_its_default(tmp_path: Path) -> None:

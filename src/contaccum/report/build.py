@@ -15,7 +15,7 @@ from contaccum.report.queries import query_browser
 from contaccum.report.rows import rows_of
 from contaccum.report.summary import Summary, notes, summarise
 from contaccum.report.svg import save
-from contaccum.report.tables import as_markdown, difference_table, legend, pair_table, summary_table
+from contaccum.report.tables import as_markdown, difference_tables, legend, pair_table, summary_table
 from contaccum.report.verdict import verdict
 from contaccum.retrieval.runs import whole_file
 
@@ -74,8 +74,8 @@ def as_text(summary: Summary) -> str:
     parts = [verdict(summary), as_markdown(summary_table(summary)), legend(summary), *notes(summary)]
     for pair in summary.pairs:
         parts += [f"{pair.first.name} against {pair.second.name}:", as_markdown(pair_table(pair))]
-    differing = difference_table(summary.rows)
-    parts += ["Differences of configuration:", as_markdown(differing)] if differing.rows else []
+    differing = difference_tables(summary.rows)
+    parts += ["Differences of configuration:", *map(as_markdown, differing)] if differing else []
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 

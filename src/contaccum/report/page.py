@@ -14,10 +14,9 @@ from typing import Any
 from contaccum.report import palette
 from contaccum.report.figures import Drawing
 from contaccum.report.queries import Browser, as_embedded
-from contaccum.report.rows import differences
 from contaccum.report.summary import Summary, notes
 from contaccum.report.svg import page_svg
-from contaccum.report.tables import as_html, difference_table, legend, pair_table, summary_table
+from contaccum.report.tables import as_html, difference_tables, legend, pair_table, summary_table
 from contaccum.report.verdict import verdict
 
 # Nothing is loaded from anywhere, whatever a text may hold.
@@ -93,11 +92,11 @@ def _figure(drawing: Drawing, picture: str) -> str:
 def _differences(summary: Summary) -> str:
     if len(summary.rows) < 2:
         return ""
-    if not differences(summary.rows):
+    tables = difference_tables(summary.rows)
+    if not tables:
         return "<p>The configurations are the same.</p>"
-    return "<p>The fields in which the runs differ; all others are the same.</p>" + as_html(
-        difference_table(summary.rows), "Differences", "wrapped"
-    )
+    told = "<p>The fields in which the runs differ; all others are the same.</p>"
+    return told + "".join(as_html(table, "Differences", "wrapped") for table in tables)
 
 
 def _browser(browser: Browser) -> str:

@@ -11,6 +11,8 @@ from contaccum.report.numbers import MISSING, amount, percent, percent_spread, p
 from contaccum.report.rows import Row, differences, memory_measure, value_text
 from contaccum.report.summary import SIGNIFICANT, Pair, Summary, significant
 
+ACROSS = 8  # columns of configurations that a printed page has room for
+
 
 class Cell(NamedTuple):
     text: str
@@ -79,11 +81,19 @@ def pair_table(pair: Pair) -> Table:
     return Table(head, lines)
 
 
-def difference_table(rows: Sequence[Row]) -> Table:
-    """A line per field in which the configurations differ."""
+def difference_tables(rows: Sequence[Row]) -> list[Table]:
+    """A line per field in which the configurations differ. Where there are too many rows for a page's width, a line per row, and as many
+    tables as the fields need; none where nothing differs."""
     found = differences(rows)
-    lines = [[Cell(text) for text in (name, *map(value_text, values))] for name, values in found.items()]
-    return Table(["field", *(row.name for row in rows)], lines)
+    names, columns = [row.name for row in rows], [[name, *map(value_text, values)] for name, values in found.items()]
+    if len(rows) <= ACROSS:
+        return [_plain_table([["field", *names], *columns])] if found else []
+    parts = [columns[start : start + ACROSS] for start in range(0, len(columns), ACROSS)]
+    return [_plain_table(list(zip(["run", *names], *part, strict=True))) for part in parts]
+
+
+def _plain_table(lines: Sequence[Sequence[str]]) -> Table:
+    return Table(list(lines[0]), [[Cell(text) for text in line] for line in lines[1:]])
 
 
 def legend(summary: Summary) -> str:
