@@ -177,9 +177,9 @@ def test_finished_cells_are_not_run_again(found, folder: Path) -> None:
 
 
 def test_a_failed_cell_is_told_and_stops_no_other(tmp_path: Path) -> None:
-    request = Request("simmass", tmp_path, scale="tiny")
+    request = Request("simmass", tmp_path, scale="tiny", seeds=(0, 1))
     reproduce(request, say=lambda line: None)
-    first, second = [tmp_path / "cells" / cell.name for cell in planned(request)]
+    first, second, *_ = [tmp_path / "cells" / cell.name for cell in planned(request)]
     (first / "result.json").unlink()
     (second / "result.json").unlink()
     (first / "run" / "summary.json").unlink()
@@ -187,7 +187,7 @@ def test_a_failed_cell_is_told_and_stops_no_other(tmp_path: Path) -> None:
     said: list[str] = []
     found = reproduce(request, say=said.append)
     assert found["failed"] == [first.name]
-    assert [row["group"] for row in found["rows"]] == ["contaccum mean"]
+    assert [(row["group"], row["seeds"]) for row in found["rows"]] == [("contaccum", [1]), ("contaccum mean", [0, 1])], "not in order"
     assert any("nonsense" in line for line in said)
 
 

@@ -65,7 +65,8 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
         for cell in waiting:
             _write_spec(cell, folders[cell.name], base)
         _run_all([(cell.name, folders[cell.name]) for cell in waiting], request.jobs, say)
-    results = [(cell, _result(folders[cell.name])) for cell in cells]
+    groups = [cell.group for cell in cells]  # a table's order, also where a group's first seed is missing
+    results = [(cell, _result(folders[cell.name])) for cell in sorted(cells, key=lambda cell: groups.index(cell.group))]
     finished = [(cell, result) for cell, result in results if result is not None]
     failed = [cell.name for cell, result in results if result is None]
     for name in failed:

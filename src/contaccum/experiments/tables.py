@@ -34,7 +34,7 @@ def _row(group: str, members: list[tuple[Cell, dict[str, Any]]]) -> Row:
         "mean": {name: statistics.fmean(of_seeds) for name, of_seeds in values.items()},
         "deviation": {name: statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0 for name, of_seeds in values.items()},
         "samples_per_second": statistics.fmean(result["summary"]["samples_per_second"] for result in results),
-        "diagnostics": [result["diagnostics"] for result in results],
+        "diagnostics": [] if cells[0].evaluated else [result["diagnostics"] for result in results],  # what is drawn; megabytes
     }
 
 
@@ -50,7 +50,7 @@ def table_of(rows: Sequence[Row]) -> list[list[str]]:
         sizes = [[row["group"], *("" if row["values"][n] is None else f"{row['values'][n] / 1e6:,.2f} MB" for n in names)] for row in rows]
         return [["", *(name.removesuffix("_bytes").replace("_", " ") for name in names)], *sizes]
     metrics = list(first["mean"])
-    told = any(row["diagnostics"][0]["grad_norm_ratio"] for row in rows) and not metrics
+    told = any(d["grad_norm_ratio"] for row in rows for d in row["diagnostics"])
     head = ["", *metrics, *(["gradient norm ratio at the end", "oldest / newest mass"] if told else []), "samples/s", "seeds"]
     return [head, *([*_cells(row, metrics, told), f"{row['samples_per_second']:.0f}", str(len(row["seeds"]))] for row in rows)]
 
