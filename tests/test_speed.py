@@ -165,6 +165,21 @@ def test_compiled_layers_can_be_checkpointed(tiny_encoder) -> None:
     assert_close(step(model), plain, rtol=1e-5)
 
 
+def test_as_many_texts_as_tokens_are_compiled_and_checkpointed_like_any_batch(tiny_encoder) -> None:
+    model, counter = tiny_encoder(dropout=0.1), CompileCounter()
+    for encoder in encoders(model):
+        encoder.gradient_checkpointing_enable({"use_reentrant": False})
+    compile_towers(model, "layers", backend=counter)
+    loss = ContAccumLoss(model, bank_size=8)
+    for tokens in ((6, 9), (8, 5), (9, 6)):
+        batch = [
+            {"input_ids": torch.full((6, t), 9), "attention_mask": torch.arange(t).expand(6, t).ge(1).long(), "task": task}
+            for t, task in zip(tokens, ("query", "document"), strict=True)
+        ]
+        loss(batch, None).backward()
+    assert counter.frame_count == 1
+
+
 def generated(model: SentenceTransformer, **autocast: Any) -> None:
     """Code really generated: loss and gradients, and the same dropout with and without gradients, which GradCache needs."""
     plain = step(model, autocast=torch.autocast(**autocast) if autocast else None)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as shapes
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Transformer
 from torch import Tensor, nn
@@ -64,7 +65,11 @@ def compile_towers(model: SentenceTransformer, region: str = REGION, backend: st
 
     "layers": each layer, one compiled function for all. "stacks": all layers of a tower as one, which is called once instead of once a
     layer, but takes as many times longer to compile.
+
+    Sizes that happen to be equal, as n texts of n tokens, are not taken for one (in this process, whatever is compiled): such a batch would
+    get a function of its own, and checkpointing may then recompute a layer by another function than it was computed by, which it refuses.
     """
+    shapes.use_duck_shape = False
     for part in compiled_parts(model, region):
         part.compile(backend=backend, dynamic=True)
 
