@@ -13,9 +13,10 @@ import pytest
 from transformers import BertConfig
 
 from conftest import tiny_config
+from contaccum.cli.plan import text
 from contaccum.config import TrainConfig
 from contaccum.plan import Measured, Plan, Planner, plan, planned
-from contaccum.plan.measure import measure, verified, write_model, write_texts
+from contaccum.plan.measure import faster, measure, verified, write_model, write_texts
 from contaccum.plan.predict import Predictor
 from plan_models import middling
 
@@ -208,7 +209,7 @@ def test_verification_goes_down_or_up_to_the_largest_that_runs(monkeypatch: pyte
 
         def attempt(config: TrainConfig, *args: Any, room: int = room, tried: list[int] = tried) -> Measured | None:
             tried.append(config.n_local)
-            return Measured(config.n_local, 1, 1, 1.0) if config.n_local <= room else None
+            return Measured(config.n_local, config.gradient_checkpointing, 1, 1, 1.0) if config.n_local <= room else None
 
         monkeypatch.setattr("contaccum.plan.measure.try_in_process", attempt)
         planner = Planner(Predictor(config), 300_000_000)
@@ -219,6 +220,28 @@ def test_verification_goes_down_or_up_to_the_largest_that_runs(monkeypatch: pyte
         assert checked.config.n_local == checked.measured.n_local == largest
         assert checked.prediction == planner.predict(checked.config).prediction
         assert len(tried) == len(set(tried)) <= 5
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_checkpointing_is_taken_where_it_was_measured_to_be_faster(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(config: TrainConfig, room: int, query_tokens: int | None) -> Measured:
+        rate = 3.0 if config.gradient_checkpointing and quick else 2.0 - config.gradient_checkpointing
+        return Measured(config.n_local, config.gradient_checkpointing, 1, 1, rate)
+
+    monkeypatch.setattr("contaccum.plan.measure.try_in_process", attempt)
+    planner = Planner(Predictor(asked("200MB")), 200_000_000)
+    fit = planner.largest(asked("200MB"))
+    assert fit is not None
+    found = faster(verified(Plan(fit.config, 200_000_000, fit.prediction), planner), planner)
+    assert found.config.gradient_checkpointing is quick
+    assert found.measured is not None
+    assert found.slower is not None
+    assert (found.measured.gradient_checkpointing, found.slower.gradient_checkpointing) == (quick, not quick)
+    assert found.prediction == planner.predict(found.config).prediction
+    told = text(found)
+    assert f"measured with n = {found.config.n_local}" in told
+    assert f"slower with n = {found.slower.n_local}" in told
+    assert found.as_dict()["slower"]["samples_per_second"] == (2.0 if quick else 1.0)
 
 
 @pytest.mark.gpu

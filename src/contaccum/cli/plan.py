@@ -102,8 +102,11 @@ def _speed(plan: Plan) -> str:
 
     if plan.measured is None:
         return "speed is not predicted; the peak has not been measured here"
-    measured = plan.measured
-    return (
-        f"measured with n = {measured.n_local}: peak {gigabytes(measured.peak_bytes)}, "
-        f"{measured.samples_per_second:.0f} samples/s over a few updates, start included"
-    )
+    said = []
+    for verb, found in (("measured", plan.measured), ("slower", plan.slower)):
+        if found is not None:
+            how = f"n = {found.n_local}" + (" and gradient checkpointing" if found.gradient_checkpointing else "")
+            said.append(
+                f"{verb} with {how}: peak {gigabytes(found.peak_bytes)}, {found.samples_per_second:.0f} samples/s over a few updates"
+            )
+    return "\n".join(said)

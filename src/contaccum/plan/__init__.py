@@ -2,7 +2,8 @@
 
 1. `Predictor` predicts the peak of a configuration (see `contaccum.plan.update` for what is counted).
 2. Micro-batch sizes are the divisors of an update; the largest whose peak leaves `MARGIN` of the memory free is taken.
-3. Where not even one sample fits, gradient checkpointing is switched on.
+3. Where not even one sample fits, gradient checkpointing is switched on; where the plan is tried out on a GPU, also where it is faster:
+   larger micro-batches may make up for the second forward pass, most of all on a GPU that small ones cannot fill.
 4. The same is asked of half precision, checkpointing and one tower for both, to say what they would buy.
 """
 
@@ -46,6 +47,7 @@ class Measured:
     """What real updates took on this machine's GPU."""
 
     n_local: int
+    gradient_checkpointing: bool
     peak_bytes: int  # reserved
     allocated_bytes: int
     samples_per_second: float
@@ -58,6 +60,7 @@ class Plan:
     prediction: Prediction
     more: list[Alternative] = field(default_factory=list)
     measured: Measured | None = None
+    slower: Measured | None = None  # the same with, or without, gradient checkpointing
 
     @property
     def micro_batches(self) -> int:
@@ -78,7 +81,7 @@ class Plan:
             "margin": MARGIN,
             **vars(self.prediction),
             "more": [vars(alternative) for alternative in self.more],
-            "measured": None if self.measured is None else vars(self.measured),
+            **{name: None if found is None else vars(found) for name, found in (("measured", self.measured), ("slower", self.slower))},
         }
 
 
@@ -138,7 +141,8 @@ def plan(
         n_local: judge this micro-batch size alone.
         apart: for `HalvingTrainer`, which keeps each micro-step's gradients apart until it has succeeded.
         alternatives: also look for what would allow a larger micro-batch.
-        verify: where there is a CUDA device, run real updates and take the largest micro-batch size that they allow.
+        verify: where there is a CUDA device, run real updates and take the largest micro-batch size that they allow, with gradient
+            checkpointing where that is faster. A given `n_local` is tried as it is.
     """
     config = with_bank(config)
     if config.memory is None:
@@ -150,9 +154,11 @@ def plan(
     fit = _best(planner, config) if n_local is None else _given(planner, replace(config, n_local=n_local))
     result = Plan(fit.config, planner.memory_bytes, fit.prediction)
     if verify and torch.cuda.is_available():
-        from contaccum.plan.measure import verified
+        from contaccum.plan.measure import faster, verified
 
         result = verified(result, planner, fixed=n_local is not None)
+        if n_local is None:
+            result = faster(result, planner)
     if alternatives and not method.whole and result.config.n_local < planner.sizes(result.config)[-1]:
         result = replace(result, more=list(_alternatives(planner, result.config)))
     return result

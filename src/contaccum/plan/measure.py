@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.config import TrainConfig, with_bank
+from contaccum.logfile import read_log
 from contaccum.methods import get_method
 from contaccum.plan import Measured, Plan, Planner
 
@@ -49,6 +51,20 @@ def verified(plan: Plan, planner: Planner, fixed: bool = False) -> Plan:
         raise ValueError(f"n_local={sizes[0]} did not run in {planner.room / 1e9:.2f} GB on this GPU; use more memory or a shorter --seq")
     fit = planner.predict(replace(plan.config, n_local=best.n_local))
     return replace(plan, config=fit.config, prediction=fit.prediction, measured=best)
+
+
+def faster(plan: Plan, planner: Planner) -> Plan:
+    """The verified `plan`, or the one with gradient checkpointing and larger micro-batches, if its updates were faster."""
+    if plan.config.gradient_checkpointing or not planner.predictor.can_checkpoint or plan.measured is None:
+        return plan
+    found = planner.largest(replace(plan.config, gradient_checkpointing=True))
+    if found is None or found.config.n_local <= plan.config.n_local:
+        return plan
+    other = verified(Plan(found.config, plan.memory_bytes, found.prediction), planner)
+    assert other.measured is not None
+    if other.measured.samples_per_second > plan.measured.samples_per_second:
+        return replace(other, slower=plan.measured)
+    return replace(plan, slower=other.measured)
 
 
 def _may_fit(planner: Planner, plan: Plan, n_local: int) -> bool:
@@ -95,12 +111,14 @@ def measure(config: TrainConfig, query_tokens: int | None = None, updates: int =
             "hard_negatives": negatives,
             "max_updates": updates,
         }
-        summary = train(replace(config, **options, tokenizer=None, dev=None, save_every=0, diagnose_every=0))
+        train(replace(config, **options, tokenizer=None, dev=None, save_every=0, diagnose_every=1))
+        rates = [line["samples_per_second"] for line in read_log(folder / "run" / "diagnostics.jsonl")]
     return Measured(
         n_local=config.n_local,
+        gradient_checkpointing=config.gradient_checkpointing,
         peak_bytes=torch.cuda.max_memory_reserved(),
         allocated_bytes=torch.cuda.max_memory_allocated(),
-        samples_per_second=summary["samples_per_second"],
+        samples_per_second=statistics.median(rates[1:] or rates),  # the first update warms up
     )
 
 
