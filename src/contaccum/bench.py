@@ -263,8 +263,8 @@ def _timed(way: Way, model: SentenceTransformer, optimizer: torch.optim.Optimize
     batches = list(_micro_batches(model, way, work, seed))
     if way.banked:
         fill_bank(loss, model, work)
-    for _ in range(2):  # the second finds everything compiled
-        _update(model, loss, optimizer, batches[:WARM_UP])
+    for _ in range(2):  # the second finds everything compiled, for every length that there is
+        _update(model, loss, optimizer, batches if work.compile and work.lengths == "varied" else batches[:WARM_UP])
     _wait(model.device, reset=True)
     seconds = []
     for _ in range(updates):
