@@ -109,6 +109,26 @@ def test_scores_closer_than_float32_can_tell_are_ordered_exactly(tmp_path: Path)
         assert_exact(vectors, matrix, ids, (base + rng.standard_normal((4, 768))).astype(np.float32), 50, backend)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 3e-8])
+def test_vectors_of_a_collapsed_model_are_ranked_without_listing_all_pairs(
+    backend, noise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, pairs = [], exact._pairs
+    monkeypatch.setattr(exact, "_pairs", lambda passing: listed.append(int(passing.sum())) or pairs(passing))
+    monkeypatch.setitem(exact.BLOCK_ROWS, "cpu", 700)
+    monkeypatch.setattr(exact, "PORTION", 300)
+    rng = np.random.default_rng(2)
+    matrix = (rng.standard_normal((1, 48)) + noise * rng.standard_normal((2000, 48))).astype("float32" if noise == 3e-8 else "float16")
+    ids = shuffled_ids(2000)
+    vectors = write_vectors(tmp_path / "v", matrix, ids, 3)
+    queries = np.concatenate([matrix[:5], random_vectors(4, 48, 1, str(matrix.dtype))])
+    for k in (1, 10, 800):
+        listed.clear()
+        assert_exact(vectors, matrix, ids, queries, k, backend)
+        assert max(listed, default=0) <= len(queries) * (2 * k + exact.SPARE + 700 * exact.DENSE)
+
+
 @pytest.mark.parametrize("fast", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_fast_type_of_the_proposals_changes_nothing(fast, tied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

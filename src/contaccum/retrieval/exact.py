@@ -5,7 +5,8 @@ definition (`brute_force`), and neither back end, device, number of shards nor t
 
 1. The vectors stream past in blocks. A back end computes a block's scores in a fast type and proposes every pair (query, vector) whose
    score lies within the rounding error of the k-th best so far. That error is at most `Products.error` * |query| * |vector|.
-2. Proposed pairs, few after the first blocks, are scored in float64.
+2. Proposed pairs, few after the first blocks, are scored in float64. Where a good part of all pairs would be proposed, as of vectors that
+   are nearly alike (a collapsed model's), all are scored, and the k best of the block taken there and then.
 3. They join the running k best of their queries; only there are ids compared, and only between equal scores.
 """
 
@@ -28,7 +29,9 @@ from contaccum.retrieval.topk import TopK
 BACKENDS = ("torch", "faiss")
 BLOCK_ROWS = {"cpu": 32_768, "cuda": 262_144}
 SCORES_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}  # of a block of queries with a block of vectors
+PORTION = 16_384  # of a block's vectors, in float64
 RESCORED_AT_ONCE = {"cpu": 512, "cuda": 65_536}  # on a CPU, what stays in its cache: eight times as fast as 4,096
+DENSE = 1 / 32  # of all pairs proposed: scoring all of them is faster
 SPARE = 16  # proposals of faiss beyond k, so that a tie at the k-th place is seen
 
 Pairs = tuple[Tensor, Tensor]  # rows of queries, rows of the block
@@ -112,13 +115,18 @@ class Products:
 def _search_block(products: Products, block: Tensor, start: int, best: TopK, propose: Any) -> None:
     """Steps 1 to 3 for one block, queries in blocks too."""
     fast, queries = products.convert(block), products.queries
-    longest = 1.01 * _longest(fast)
+    longest, by_id = 1.01 * _longest(fast), None
     size = max(1, of_device(SCORES_AT_ONCE, block.device) // len(block))
     for begin in range(0, len(queries), size):
         errors = products.error * longest * products.lengths[begin : begin + size]
         floors = torch.from_numpy(best.floors(begin, begin + size)).to(block.device)
-        rows, columns = propose(products, begin, begin + len(floors), fast, floors, errors, best.k)
-        scores = _exact_scores(queries[begin : begin + size], block, rows, columns)
+        pairs = propose(products, begin, begin + len(floors), fast, floors, errors, best.k)
+        if pairs is not None:
+            rows, columns = pairs
+            scores = _exact_scores(queries[begin : begin + size], block, rows, columns)
+        else:
+            by_id = _by_id(best, start, block) if by_id is None else by_id
+            rows, columns, scores = _best_of_all(queries[begin : begin + size], block, by_id, best.k)
         best.add(rows.cpu().numpy() + begin, scores.cpu().numpy(), columns.cpu().numpy() + start)
 
 
@@ -136,17 +144,38 @@ def _exact_scores(queries: Tensor, block: Tensor, rows: Tensor, columns: Tensor)
     return torch.cat(scores) if scores else torch.empty(0)
 
 
-def propose_torch(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs:
-    """Every pair of these queries and the block that can be among its query's k best, given that k others reach `floors` (-inf: none)."""
+def _by_id(best: TopK, start: int, block: Tensor) -> Tensor:
+    """The block's rows in the order of their ids."""
+    return torch.from_numpy(np.argsort(best.ids_at(np.arange(start, start + len(block))))).to(block.device)
+
+
+def _best_of_all(queries: Tensor, block: Tensor, by_id: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(rows, columns, scores) of each query's k best in the block, of equal scores those of the first ids."""
+    asked, portions = queries.double(), by_id.split(PORTION)
+    scores = torch.cat([torch.mm(asked, block[portion].double().T).float() for portion in portions], dim=1)
+    kth = scores.topk(min(k, len(block))).values[:, -1:]
+    above, level = scores > kth, scores == kth
+    places = k - above.sum(1, keepdim=True)
+    rows, columns = (above | (level & (level.cumsum(1) <= places))).nonzero(as_tuple=True)
+    return rows, by_id[columns], scores[rows, columns]
+
+
+def propose_torch(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs | None:
+    """Every pair of these queries and the block that can be among its query's k best, given that k others reach `floors` (-inf: none).
+
+    None where that is a good part of all.
+    """
     scores = products.scores(begin, end, block)  # (queries, block)
     return _reaching(products, scores, floors - errors, errors, k)
 
 
-def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor, k: int) -> Pairs:
-    passing = products.passing(scores, lowest)
-    if _count(passing) > len(scores) * (2 * k + SPARE):  # as of the first block, all: its own k-th best are better floors
+def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor, k: int) -> Pairs | None:
+    passing, few = products.passing(scores, lowest), len(scores) * (2 * k + SPARE)
+    if _count(passing) > few:  # as of the first block, all: its own k-th best are better floors
         kth = scores.topk(k).values[:, -1].float()
         passing = products.passing(scores, torch.maximum(lowest, kth - 2 * errors))
+        if _count(passing) > max(few, DENSE * passing.numel()):
+            return None
     return _pairs(passing)
 
 
@@ -154,7 +183,7 @@ def _count(passing: Tensor) -> int:
     return int(np.count_nonzero(passing.numpy()) if passing.device.type == "cpu" else torch.count_nonzero(passing))
 
 
-def propose_faiss(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs:
+def propose_faiss(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs | None:
     """The same by faiss; queries with a tie, within rounding, at the end of what faiss returned are done as `propose_torch` does them."""
     import faiss
 
@@ -166,7 +195,10 @@ def propose_faiss(products: Products, begin: int, end: int, block: Tensor, floor
     unsure = (scores[:, -1] >= lowest) & (wanted < len(block))
     rows, places = _pairs((scores >= lowest[:, None]) & ~unsure[:, None])
     again = unsure.nonzero().flatten()
-    more_rows, more_columns = _reaching(products, torch.mm(queries[again], block.T), lowest[again], errors[again], k)
+    more = _reaching(products, torch.mm(queries[again], block.T), lowest[again], errors[again], k)
+    if more is None:
+        return None
+    more_rows, more_columns = more
     return torch.cat([rows, again[more_rows]]), torch.cat([torch.from_numpy(columns)[rows, places], more_columns])
 
 
