@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.util import dot_score
 from torch import Tensor
 
@@ -177,6 +178,16 @@ def test_the_model_card_tells_the_bank_of_each_data_set(tiny_encoder, tmp_path) 
     sizes = [re.findall(r'"bank_size": (\d+)', info["loss"]["config_code"]) for info in model.model_card_data.train_datasets]
     assert sizes == [["5"], ["32"]]
     assert loss["many"].criterion.bank.size == 32
+
+
+def test_the_model_card_keeps_other_losses(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    data = DatasetDict({"ours": dataset(64), "other": dataset(64)})
+    loss = {"ours": ContAccumLoss(model, bank_size=5), "other": MultipleNegativesRankingLoss(model)}
+    callback = ContAccumCallback(loss["ours"])
+    trained(model, tmp_path, loss=loss, data=data, max_steps=2, trainer_class=SentenceTransformerTrainer, callbacks=[callback])
+    told = [info["loss"]["fullname"].rpartition(".")[2] for info in model.model_card_data.train_datasets]
+    assert told == ["ContAccumLoss", "MultipleNegativesRankingLoss"]
 
 
 @pytest.mark.parametrize(

@@ -260,12 +260,16 @@ class DualBank(LazyBuffers):
         )
 
     def _settle(self) -> None:
-        """Let the waiting micro-batch enter, if it is finite. Where memory runs out it goes on waiting, for the next use of the bank."""
+        """Let the waiting micro-batch enter, if it is finite. Where memory runs out, and again, it goes on waiting for the next use."""
         if self._arrivals is None:
             return
         if self._arrivals.finite.verdict():
             with torch.no_grad():
-                self._enter(self._arrivals)
+                try:
+                    self._enter(self._arrivals)
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()  # what PyTorch holds in pieces of other sizes
+                    self._enter(self._arrivals)
         self._arrivals = None
 
     def _enter(self, new: _Arrivals) -> None:
@@ -328,6 +332,8 @@ class DualBank(LazyBuffers):
         def ring(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
+        for name in self._names:  # of a try that ran out of memory
+            setattr(self, name, None)
         self._queries, passages = ring(self.query_size, d, dtype=dtype), ring(self.size, c, d, dtype=dtype)
         self._positive_scores, self._ages = ring(self.query_size, dtype=computing), ring(self.size, dtype=torch.float32)
         self._column_ids = ring(self.size)

@@ -10,7 +10,8 @@ the size of an update.
    that of a run whose micro-batches are that small from this one on. By GradCache, which keeps the batch whole, mini-batches are halved
    instead, and the update stays the same.
 
-Where a single sample is too large or the batch cannot be cut, the error is raised. For one process: several would have to agree.
+Where a single sample is too large, where the batch cannot be cut, or where after an update not even the bank can be written, the error is
+raised. For one process: several would have to agree.
 """
 
 from __future__ import annotations

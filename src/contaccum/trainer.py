@@ -105,7 +105,9 @@ class ContAccumCallback(SkippedSteps):
             loss = self.loss.get(dataset.get("name")) if isinstance(self.loss, dict) else self.loss
             if loss is not None:
                 no_data = SimpleNamespace(column_names=[])  # what the card says of the loss alone
-                dataset["loss"] = card.compute_dataset_metrics(no_data, {}, loss)["loss"]
+                told = card.compute_dataset_metrics(no_data, {}, loss)["loss"]
+                if dataset.get("loss", told)["fullname"] == told["fullname"]:  # else a data set of another loss
+                    dataset["loss"] = told
 
     def _bank_size(self, loss: ContAccumLoss, args: TrainingArguments, state: TrainerState, loader: Any) -> int:
         """`auto_bank` of what enters this bank: of all processes if it gathers, and of several losses its share."""
