@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,11 @@ def faster(plan: Plan, planner: Planner) -> Plan:
     found = planner.largest(replace(plan.config, gradient_checkpointing=True))
     if found is None or found.config.n_local <= plan.config.n_local:
         return plan
-    other = verified(Plan(found.config, plan.memory_bytes, found.prediction), planner)
+    try:
+        other = verified(Plan(found.config, plan.memory_bytes, found.prediction), planner)
+    except (RuntimeError, ValueError) as error:
+        warnings.warn(f"gradient checkpointing, which may be faster, could not be tried: {error}", stacklevel=2)
+        return plan
     assert other.measured is not None
     if other.measured.samples_per_second > plan.measured.samples_per_second:
         return replace(other, slower=plan.measured)

@@ -20,8 +20,6 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router, Transformer
 from torch import Tensor
 
-from contaccum.errors import DataError
-
 TRIED = 32  # texts, and one longer than any limit
 READABLE = {"input_ids", "attention_mask", "token_type_ids"}
 
@@ -44,8 +42,8 @@ class DirectReader:
         for text in texts:
             digest.update(f"{len(text)} {text}".encode())
         file = self.cache / f"{digest.hexdigest()[:32]}.npy"
-        if file.exists():
-            return _unpacked(file, len(texts))
+        if (kept := _unpacked(file, len(texts))) is not None:
+            return kept
         tokens = self._read(texts)
         part = file.with_suffix(f".{os.getpid()}.part")
         self.cache.mkdir(parents=True, exist_ok=True)
@@ -68,16 +66,14 @@ class DirectReader:
         return {name: made[name] if isinstance(value, Tensor) else value for name, value in self.like.items()}
 
 
-def _unpacked(file: Path, texts: int) -> list[NDArray[np.int32]]:
-    """Lengths first, then all ids."""
+def _unpacked(file: Path, texts: int) -> list[NDArray[np.int32]] | None:
+    """Lengths first, then all ids; None where there is no whole file: it is made anew."""
     try:
         packed = np.load(file)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{file} is no whole file of token ids ({error}); delete it") from error
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
     lengths, ids = packed[:texts], packed[texts:]
-    if len(ids) != lengths.sum():
-        raise DataError(f"{file} holds {len(ids)} token ids, not {lengths.sum()}; delete it")
-    return np.split(ids, np.cumsum(lengths)[:-1])
+    return np.split(ids, np.cumsum(lengths)[:-1]) if len(ids) == lengths.sum() else None
 
 
 def direct_reader(
