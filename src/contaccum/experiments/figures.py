@@ -75,7 +75,7 @@ def _by_way(rows: Sequence[Row], x: str, y: str, label: str, value: Callable[[di
     for row in rows:
         for way in row["ways"]:
             of_way = points.setdefault(way["way"], [])  # keeps its slot, hence its colour, also where all of it ran out of memory
-            if not way["failed"]:
+            if way["seconds"] is not None:
                 of_way.append((row["facts"][x], value(way), 0.0))
     return line_figure([_banded(slot, name, sorted(values)) for slot, (name, values) in enumerate(points.items()) if values], x, label)
 

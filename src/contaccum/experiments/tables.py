@@ -67,7 +67,7 @@ def _cells(row: Row, metrics: Sequence[str], told: bool) -> list[str]:
 
 
 def _time(way: dict[str, Any]) -> str:
-    if way["failed"]:
+    if way["seconds"] is None:
         return str(way["failed"])
     ratio = way["time_over_gradaccum"]
     return f"{1000 * way['seconds']:.1f} ms" + ("" if ratio is None else f" (x{ratio:.2f})")
