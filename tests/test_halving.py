@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,25 @@ def test_halves_again_until_it_fits_and_gives_up_at_one(tiny_encoder, tmp_path) 
         trained(model, tmp_path / "b", HalvingTrainer)
 
 
+def runs_out_while_entering(monkeypatch: pytest.MonkeyPatch, correction: str | None, calls: Sequence[int]) -> list[int]:
+    """Memory runs out at these calls of what is written once for every micro-batch that enters; at which it has, so far."""
+    owner, name = (LogSumTable, "write_rows") if correction is None else (drift, "write_ring")
+    real, numbers, failed = getattr(owner, name), itertools.count(1), []
+
+    def write(*args: Any) -> Any:
+        if (number := next(numbers)) in calls:
+            failed.append(number)
+            raise torch.OutOfMemoryError(OUT)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, write)
+    return failed
+
+
+def with_bank(model: Any, output: Path, correction: str | None) -> HalvingTrainer:
+    return trained(model, output, HalvingTrainer, ContAccumLoss(model, bank_size=12, drift_correction=correction))
+
+
 @pytest.mark.parametrize("correction", [None, "mean"])
 @pytest.mark.parametrize("micro_batch", [3, 5])
 def test_a_bank_that_was_being_written_when_memory_ran_out_is_written_then(
@@ -185,18 +205,9 @@ def test_a_bank_that_was_being_written_when_memory_ran_out_is_written_then(
     """A micro-batch enters in the forward pass of the next: the run equals one in which that pass failed by itself."""
     model = tiny_encoder(dropout=0.0)
     Small(model, 2, backward=False, start=micro_batch)
-    by_itself = trained(model, tmp_path / "a", HalvingTrainer, ContAccumLoss(model, bank_size=12, drift_correction=correction))
-    owner, name = (LogSumTable, "write_rows") if correction is None else (drift, "write_ring")
-    real, calls = getattr(owner, name), itertools.count(1)
-
-    def fail_twice(*args: Any) -> Any:
-        if next(calls) in (micro_batch, micro_batch + 1):
-            raise torch.OutOfMemoryError(OUT)
-        return real(*args)
-
-    monkeypatch.setattr(owner, name, fail_twice)
-    model = tiny_encoder(dropout=0.0)
-    entering = trained(model, tmp_path / "b", HalvingTrainer, ContAccumLoss(model, bank_size=12, drift_correction=correction))
+    by_itself = with_bank(model, tmp_path / "a", correction)
+    runs_out_while_entering(monkeypatch, correction, (micro_batch, micro_batch + 1))
+    entering = with_bank(tiny_encoder(dropout=0.0), tmp_path / "b", correction)
     assert by_itself.halvings == entering.halvings == 1
     assert_close(state_of(entering), state_of(by_itself))
     assert entering.loss.criterion.bank.count == 32
@@ -208,21 +219,11 @@ def test_a_bank_that_could_not_be_written_once_is_written_at_the_second_try(
     tiny_encoder, tmp_path, monkeypatch, correction: str | None, micro_batch: int
 ) -> None:
     """Also where no forward pass is under way that could be halved: an update's last micro-batch enters after the update."""
-    model = tiny_encoder(dropout=0.0)
-    undisturbed = trained(model, tmp_path / "a", HalvingTrainer, ContAccumLoss(model, bank_size=12, drift_correction=correction))
-    owner, name = (LogSumTable, "write_rows") if correction is None else (drift, "write_ring")
-    real, calls = getattr(owner, name), itertools.count(1)
-
-    def fail_once(*args: Any) -> Any:
-        if next(calls) == micro_batch:
-            raise torch.OutOfMemoryError(OUT)
-        return real(*args)
-
-    monkeypatch.setattr(owner, name, fail_once)
-    model = tiny_encoder(dropout=0.0)
-    entering = trained(model, tmp_path / "b", HalvingTrainer, ContAccumLoss(model, bank_size=12, drift_correction=correction))
+    undisturbed = with_bank(tiny_encoder(dropout=0.0), tmp_path / "a", correction)
+    failed = runs_out_while_entering(monkeypatch, correction, (micro_batch,))
+    entering = with_bank(tiny_encoder(dropout=0.0), tmp_path / "b", correction)
+    assert failed == [micro_batch]
     assert entering.halvings == 0
-    assert next(calls) > micro_batch
     assert_close(state_of(entering), state_of(undisturbed))
 
 

@@ -235,8 +235,7 @@ class DualBank(LazyBuffers):
         """Forget all tuples and their shape: the next `prepare` allocates anew."""
         self.clear()
         self.use_queries = True
-        for name in self._names:
-            setattr(self, name, None)
+        self._drop_rings()
         self.table.release()
         if self.means is not None:
             self.means.release()
@@ -332,8 +331,7 @@ class DualBank(LazyBuffers):
         def ring(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        for name in self._names:  # of a try that ran out of memory
-            setattr(self, name, None)
+        self._drop_rings()  # of a try that ran out of memory
         self._queries, passages = ring(self.query_size, d, dtype=dtype), ring(self.size, c, d, dtype=dtype)
         self._positive_scores, self._ages = ring(self.query_size, dtype=computing), ring(self.size, dtype=torch.float32)
         self._column_ids = ring(self.size)
@@ -345,6 +343,10 @@ class DualBank(LazyBuffers):
             self._positive_keys = None if rows.positive_keys is None else ring(self.query_size)
         self.table.allocate(device, computing)
         self._passages = passages  # last: with them it counts as allocated, and memory may run out before
+
+    def _drop_rings(self) -> None:
+        for name in self._names:
+            setattr(self, name, None)
 
     def _check(self, rows: Rows, columns: Columns) -> None:
         """A ring holds tuples of one shape."""

@@ -244,7 +244,8 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
     except torch.OutOfMemoryError:
         return Failure("out of memory")
     except TorchDynamoException as error:
-        return Failure(f"not compiled ({type(error).__name__}: {str(error).strip().partition(chr(10))[0]})")
+        first_line, *_ = str(error).strip().split("\n")
+        return Failure(f"not compiled ({type(error).__name__}: {first_line})")
     finally:
         model.__dict__.pop("forward", None)
         for encoder in encoders(model):

@@ -97,9 +97,9 @@ class ContAccumCallback(SkippedSteps):
                     loss.criterion.resize_bank(self._bank_size(loss, args, state, kwargs.get("train_dataloader")))
         else:
             self.load(Path(self.checkpoint) if self.checkpoint else checkpoint_folder(args, state))
-        self._correct(getattr(kwargs.get("model"), "model_card_data", None))
+        self._correct_card(getattr(kwargs.get("model"), "model_card_data", None))
 
-    def _correct(self, card: Any) -> None:
+    def _correct_card(self, card: Any) -> None:
         """A model card got the losses' options when the trainer was made, before banks of automatic size had theirs."""
         for dataset in [] if card is None else [*card.train_datasets, *card.eval_datasets]:
             loss = self.loss.get(dataset.get("name")) if isinstance(self.loss, dict) else self.loss

@@ -34,7 +34,7 @@ def _row(group: str, members: list[tuple[Cell, dict[str, Any]]]) -> Row:
         "mean": {name: statistics.fmean(of_seeds) for name, of_seeds in values.items()},
         "deviation": {name: statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0 for name, of_seeds in values.items()},
         "samples_per_second": statistics.fmean(result["summary"]["samples_per_second"] for result in results),
-        "diagnostics": [] if cells[0].evaluated else [result["diagnostics"] for result in results],  # what is drawn; megabytes
+        "diagnostics": [] if cells[0].evaluated else [result["diagnostics"] for result in results],  # megabytes: only what is drawn
     }
 
 
