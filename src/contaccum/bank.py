@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -264,12 +265,15 @@ class DualBank(LazyBuffers):
             return
         if self._arrivals.finite.verdict():
             with torch.no_grad():
-                try:
-                    self._enter(self._arrivals)
-                except torch.OutOfMemoryError:
-                    torch.cuda.empty_cache()  # what PyTorch holds in pieces of other sizes
-                    self._enter(self._arrivals)
+                self._enter_with_room(self._arrivals)
         self._arrivals = None
+
+    def _enter_with_room(self, new: _Arrivals) -> None:
+        """Where memory runs out, once more: without what the failed try and PyTorch's cache hold."""
+        with suppress(torch.OutOfMemoryError):
+            return self._enter(new)
+        torch.cuda.empty_cache()
+        return self._enter(new)
 
     def _enter(self, new: _Arrivals) -> None:
         """Cut short, it can be called anew: it writes the same once more. What cannot be written twice, counts, comes last."""
