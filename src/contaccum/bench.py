@@ -4,6 +4,8 @@ Ways differ in the loss, in precision and in how the towers run, so one pair of 
 each turn starts with a full bank and a warm-up, compiling included, and ends with the way's memory given back and the towers as they were.
 Inputs are random token ids, of fixed length or padded to the longest of a micro-batch, already on the device.
 
+`peak_bytes` is what was allocated at most; with CUDA graphs what was reserved, which is a little more.
+
 `peak_share` is the share of the GPU's dense bf16 peak, whatever precision the way computes in. Counted are the products of a forward and a
 backward pass on real tokens: 6 per weight of the layers and token, and 12 * layers * width * length per token for attention; by GradCache
 and with checkpointing a third more, for a second forward pass.
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from transformers import BertConfig
 
+from contaccum.graphs import check_graphs, graph_towers, ungraph_towers
 from contaccum.losses import CachedContAccumLoss, ContAccumLoss
 from contaccum.speed import COUNTS, REGIONS, check_unpadded, compile_towers, encoders, repad_towers, uncompile_towers, unpad_towers
 from contaccum.towers import dual_encoder
@@ -62,6 +65,7 @@ class Workload:
     compile: str | None = None  # one of contaccum.speed.REGIONS
     unpad: bool = False
     checkpointing: bool = False
+    graphs: bool = False
 
 
 class OfficialLoss(nn.Module):
@@ -175,6 +179,7 @@ def _told(case: Case, turn: Turn | Failure) -> str:
     work = case.work
     marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * WAYS[case.way].banked
     marks += [f"compiled {work.compile}"] * (work.compile is not None) + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing
+    marks += ["CUDA graphs"] * work.graphs
     found = turn.reason if isinstance(turn, Failure) else f"{statistics.median(turn.seconds):.3f} s"
     return f"{case.way}, {', '.join(marks)}: {found}"
 
@@ -238,6 +243,8 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
         unpad_towers(model)
     if work.compile is not None:
         compile_towers(model, work.compile)
+    if work.graphs:
+        graph_towers(model)
     _set_precision(model, work.precision)
     try:
         return _timed(WAYS[case.way], model, optimizer, work, updates, seed)
@@ -250,6 +257,7 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
         model.__dict__.pop("forward", None)
         for encoder in encoders(model):
             encoder.gradient_checkpointing_disable()
+        ungraph_towers(model)
         uncompile_towers(model)
         repad_towers(model)
         optimizer.zero_grad(set_to_none=True)
@@ -264,8 +272,10 @@ def _timed(way: Way, model: SentenceTransformer, optimizer: torch.optim.Optimize
     batches = list(_micro_batches(model, way, work, seed))
     if way.banked:
         fill_bank(loss, model, work)
-    for _ in range(2):  # the second finds everything compiled, for every length that there is
-        _update(model, loss, optimizer, batches if work.compile and work.lengths == "varied" else batches[:WARM_UP])
+    few = replace(work, n_total=min(work.n_total, WARM_UP * work.n_local))
+    warm_up = batches if (work.compile or work.graphs) and work.lengths == "varied" else list(_micro_batches(model, way, few, seed))
+    for _ in range(2):  # the second finds everything compiled and recorded, for every length that there is
+        _update(model, loss, optimizer, warm_up)
     _wait(model.device, reset=True)
     seconds = []
     for _ in range(updates):
@@ -273,7 +283,10 @@ def _timed(way: Way, model: SentenceTransformer, optimizer: torch.optim.Optimize
         _update(model, loss, optimizer, batches)
         _wait(model.device)
         seconds.append(time.perf_counter() - started)
-    return Turn(seconds, torch.cuda.max_memory_allocated() if model.device.type == "cuda" else None)
+    if model.device.type != "cuda":
+        return Turn(seconds, None)
+    # what recordings use is not allocated while they are idle
+    return Turn(seconds, torch.cuda.max_memory_reserved() if work.graphs else torch.cuda.max_memory_allocated())
 
 
 def _update(model: SentenceTransformer, loss: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[dict[str, Any]]]) -> None:
@@ -291,8 +304,9 @@ def _micro_batches(model: SentenceTransformer, way: Way, work: Workload, seed: i
     for lengths in _lengths(work, seed).split(size):
         tasks = ["query"] + ["document"] * (1 + work.hard_negatives)
         columns = [_features(model, task, column) for task, column in zip(tasks, lengths.unbind(1), strict=True)]
-        # as unpadded towers count them when they tokenise
-        yield [{**column, COUNTS: counts} for column, counts in zip(columns, lengths.unbind(1), strict=True)] if work.unpad else columns
+        # as towers count them when they tokenise, where they have to know
+        counted = [{**column, COUNTS: counts} for column, counts in zip(columns, lengths.unbind(1), strict=True)]
+        yield counted if work.unpad or work.graphs else columns
 
 
 def _lengths(work: Workload, seed: int) -> Tensor:
@@ -380,3 +394,7 @@ def _check(size: str, cases: Sequence[Case], rounds: int, updates: int, cuda: bo
                 raise ValueError(f"{name} {getattr(work, name)!r} is unknown; choose one of {told}")
         if work.unpad:
             check_unpadded(work.precision, work.compile is not None, cuda)
+        if work.graphs:
+            check_graphs(work.checkpointing, work.unpad, cuda)
+            if work.compile == "stacks":
+                raise ValueError("graphs and compiled stacks do not go together; compile layers")

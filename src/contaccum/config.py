@@ -70,6 +70,7 @@ class TrainConfig:
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     torch_compile: bool = option(False, "compile the towers' layers, which takes its time at the start")
     unpad: bool = option(False, "compute no padding: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-RoBERTa")
+    cuda_graphs: bool = option(False, "launch a tower's layers at once, for micro-batches too small to fill the GPU; the same encoders")
     tf32: bool = option(False, "fp32 matrix products with 10 bits of mantissa instead of 23, on NVIDIA GPUs since Ampere")
     seed: int = option(42, "seed of weights, order, dropout and drawn negatives")
     split: str = option("train", "split of a BEIR folder to train on")

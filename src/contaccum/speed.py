@@ -134,28 +134,41 @@ def unpad_towers(model: SentenceTransformer) -> None:
         tower.auto_model.set_attn_implementation(UNPADDED)
         # sentence-transformers calls `forward`, not the module
         tower.auto_model.forward = types.MethodType(_forward_unpadded, tower.auto_model)
-        tower.preprocess = types.MethodType(_preprocess_counting, tower)  # type: ignore[method-assign]
-        if tower.model_forward_params is not None:
-            tower.model_forward_params |= {COUNTS}
+        count_tokens(tower)
 
 
 def repad_towers(model: SentenceTransformer) -> None:
     for tower in towers(model):
-        tower.__dict__.pop("preprocess", None)
+        uncount_tokens(tower)
         if tower.auto_model.__dict__.pop("forward", None) is not None:
             tower.auto_model.set_attn_implementation("sdpa")
 
 
 def can_unpad(encoder: PreTrainedModel) -> bool:
     config = encoder.config
-    known = config.model_type in UNPADDABLE and config._attn_implementation in ("sdpa", UNPADDED)
-    sees_all = not getattr(config, "is_decoder", False)
-    return known and sees_all and config.hidden_size // config.num_attention_heads % HEAD_WIDTHS == 0
+    known = config._attn_implementation in ("sdpa", UNPADDED) and attends_to_all(encoder)
+    return known and config.hidden_size // config.num_attention_heads % HEAD_WIDTHS == 0
+
+
+def attends_to_all(encoder: PreTrainedModel) -> bool:
+    """Whether it is one of the known encoders, and no decoder."""
+    return encoder.config.model_type in UNPADDABLE and not getattr(encoder.config, "is_decoder", False)
 
 
 def has_flash_attention() -> bool:
     """Whether PyTorch's variable-length kernel for half precision runs on the CUDA device."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+
+
+def count_tokens(tower: Transformer) -> None:
+    """Have its texts' tokens counted when they are tokenised, and its encoder told."""
+    tower.preprocess = types.MethodType(_preprocess_counting, tower)  # type: ignore[method-assign]
+    if tower.model_forward_params is not None:
+        tower.model_forward_params |= {COUNTS}
+
+
+def uncount_tokens(tower: Transformer) -> None:
+    tower.__dict__.pop("preprocess", None)
 
 
 def _preprocess_counting(self: Transformer, *arguments: Any, **options: Any) -> dict[str, Any]:

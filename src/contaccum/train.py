@@ -31,6 +31,7 @@ from contaccum.data.training import has_negatives, load_training_set, negative_c
 from contaccum.dev import DevLog, check_metric, dev_evaluator, metric_key
 from contaccum.diagnostics import Diagnostics
 from contaccum.errors import CheckpointError
+from contaccum.graphs import check_graphs, graph_towers
 from contaccum.halving import HalvingTrainer
 from contaccum.losses import ContAccumLoss
 from contaccum.methods import Batches, build_loss, cut, get_method
@@ -46,9 +47,9 @@ from contaccum.trainer import ContAccumTrainer, last_complete_checkpoint
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     """Train as `config` says and return the summary. With `resume`, go on from the newest complete checkpoint."""
     config.check()
-    _check_speed(config, torch.cuda.is_available())
-    run = Path(config.output)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
+    _check_speed(config, torch.cuda.is_available(), processes)
+    run = Path(config.output)
     main = int(os.environ.get("RANK", "0")) == 0
     auto = config.n_local == AUTO
     if resume:
@@ -64,6 +65,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         config = planned(config, len(columns), processes)
         if main:
             print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
+        _check_speed(config, torch.cuda.is_available(), processes)
     batches = cut(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
     config = _bank_for(config, batches, len(dataset), processes, main)
     dev = _dev(config)
@@ -128,11 +130,13 @@ def _towers(config: TrainConfig) -> SentenceTransformer:
     )
 
 
-def _check_speed(config: TrainConfig, cuda: bool) -> None:
+def _check_speed(config: TrainConfig, cuda: bool, processes: int) -> None:
     if config.torch_compile:
         check_compiler(cuda)
     if config.unpad:
         check_unpadded(config.precision, config.torch_compile, cuda)
+    if config.cuda_graphs:
+        check_graphs(config.gradient_checkpointing, config.unpad, cuda, processes)
 
 
 def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> None:
@@ -143,6 +147,8 @@ def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> None:
         unpad_towers(model)
     if config.torch_compile:
         compile_towers(model)
+    if config.cuda_graphs:
+        graph_towers(model)
 
 
 def _loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, processes: int) -> ContAccumLoss:

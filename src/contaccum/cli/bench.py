@@ -29,6 +29,7 @@ def bench(
     ] = None,
     unpad: Annotated[bool, typer.Option("--unpad", help="compute no padding")] = False,
     checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="recompute activations in the backward pass")] = False,
+    graphs: Annotated[bool, typer.Option("--cuda-graphs", help="launch a tower's layers at once")] = False,
     memory: Annotated[Optional[str], typer.Option(help="hold the CUDA allocator to this, as 11GB")] = None,  # noqa: UP045
     ways: Annotated[Optional[str], typer.Option(help="some of them, with commas between (default: all)")] = None,  # noqa: UP045
     rounds: Annotated[int, typer.Option(help="turns of each way")] = 3,
@@ -57,6 +58,7 @@ def bench(
         "compile": compile_,
         "unpad": unpad,
         "checkpointing": checkpointing,
+        "graphs": graphs,
     }
     rows = []
     for total in _numbers("n-total", n_total):
@@ -82,6 +84,7 @@ def _line(row: dict[str, Any]) -> list[str]:
     ratio, memory, share = row["time_over_gradaccum"], row["peak_bytes"], row["peak_share"]
     sizes = [f"{row['n_total']:,}", f"{row['n_local']:,}", f"{row['bank']:,}" if row["banked"] else ""]
     how = [f"{row['compile']} compiled"] * bool(row["compile"]) + ["unpadded"] * row["unpad"] + ["checkpointing"] * row["checkpointing"]
+    how += ["graphs"] * row["graphs"]
     towers = " ".join([row["precision"], *how])
     if row["failed"]:
         return [row["way"], *sizes, towers, row["failed"], *[""] * 4]

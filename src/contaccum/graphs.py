@@ -1,0 +1,307 @@
+"""Towers as CUDA graphs: what the layers launch is recorded once for each shape, and replayed as a whole.
+
+A micro-batch of a few texts is computed faster than Python can launch its kernels, and the GPU waits. A recorded pass is one launch.
+
+- Recorded are a tower's layers, forward and backward, when a shape is first seen in training. Batches are padded to a multiple of
+  `MULTIPLE` tokens, so that shapes are few. Everything else (embeddings, pooling, the loss, passes without gradients) runs as always.
+- A recording reads and writes fixed addresses. So one pass at a time owns a `Lane`, from its forward pass to the end of its backward
+  pass; the recordings of a lane share its memory. Where a tower has more passes under way than `LANES`, they are not replayed.
+- A backward pass adds to the gradients of all parameters at once, not one by one through autograd. Hooks on parameters would not be called,
+  so where there are any, and with several processes, nothing is replayed.
+- Random numbers go on as if nothing had been recorded: dropout draws what it always draws.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sentence_transformers import SentenceTransformer
+from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
+from torch.nn import functional
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers import PreTrainedModel
+
+from contaccum.speed import UNPADDABLE, attends_to_all, count_tokens, encoders, stacks, towers, uncount_tokens
+
+MULTIPLE = 32  # tokens
+LANES = 2  # passes of one tower at a time: two where it serves queries and passages
+LIMIT = 64  # recordings of a lane
+_TENSOR = object()
+
+
+def graph_towers(model: SentenceTransformer) -> None:
+    """Record and replay the layers of all towers in training; ValueError for an encoder that cannot."""
+    for encoder in encoders(model):
+        if not attends_to_all(encoder):
+            raise ValueError(f"cuda_graphs=true is not possible for {encoder.config.model_type}; it is for {', '.join(UNPADDABLE)}")
+        if encoder.config._attn_implementation != "sdpa":
+            raise ValueError(f"cuda_graphs=true is not possible with {encoder.config._attn_implementation} attention; it is with sdpa")
+    for tower in towers(model):
+        count_tokens(tower)
+        # sentence-transformers calls `forward`, not the module
+        tower.auto_model.forward = types.MethodType(_forward_padded, tower.auto_model)
+        for stack, _ in stacks(tower.auto_model):
+            stack.forward = GraphedStack(stack)
+
+
+def ungraph_towers(model: SentenceTransformer) -> None:
+    for tower in towers(model):
+        graphed = [stack for stack, _ in stacks(tower.auto_model) if isinstance(stack.__dict__.get("forward"), GraphedStack)]
+        for stack in graphed:
+            del stack.forward
+        if graphed:
+            uncount_tokens(tower)
+            del tower.auto_model.forward
+
+
+def check_graphs(checkpointing: bool, unpad: bool, cuda: bool, processes: int = 1) -> None:
+    """ValueError for what does not go together with recorded layers."""
+    if not cuda:
+        raise ValueError("cuda_graphs needs an NVIDIA GPU; leave it out")
+    if processes > 1:
+        raise ValueError(f"cuda_graphs is for one process, not {processes}; leave it out")
+    if checkpointing or unpad:
+        other = "gradient_checkpointing" if checkpointing else "unpad"
+        raise ValueError(f"cuda_graphs and {other} do not go together; leave one of them out")
+
+
+def _forward_padded(
+    self: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    token_counts: Tensor | list[int] | None = None,
+    **options: Any,
+) -> Any:
+    """As the encoder's own forward, on a multiple of `MULTIPLE` tokens where it has positions for them, and without asking the device
+    whether a mask is needed.
+    """
+    texts, tokens = input_ids.shape
+    room = int(self.config.max_position_embeddings) - tokens
+    longer = -tokens % MULTIPLE if -tokens % MULTIPLE <= room else 0
+    full = attention_mask is None
+    if token_counts is not None and len(token_counts) == texts:  # else unknown, or of a batch that this is a part of
+        full = int(torch.as_tensor(token_counts).min()) == tokens
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = functional.pad(mask.bool(), (0, longer))
+    if token_type_ids is not None:
+        options["token_type_ids"] = functional.pad(token_type_ids, (0, longer))
+    output = type(self).forward(
+        self,
+        input_ids=functional.pad(input_ids, (0, longer), value=self.config.pad_token_id or 0),
+        attention_mask=None if full and not longer else mask[:, None, None],  # as it is then passed on to the layers
+        **options,
+    )
+    output.last_hidden_state = output.last_hidden_state[:, :tokens]
+    return output
+
+
+class GraphedStack:
+    """The `forward` of a stack of layers, replayed where it can be."""
+
+    def __init__(self, stack: nn.Module) -> None:
+        self.stack = stack
+        self.plain: Callable[..., Any] = types.MethodType(type(stack).forward, stack)
+        self.parameters = [p for p in stack.parameters() if p.requires_grad]
+        self.lanes: list[Lane] = []
+        self.addresses: list[int] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        values = [*arguments, *options.values()]
+        inputs = [value for value in values if isinstance(value, Tensor)]
+        if not (self.stack.training and torch.is_grad_enabled() and can_record(inputs) and self._replayable()):
+            return self.plain(*arguments, **options)
+        lane = self._lane()
+        key = (*options, *map(_shape, values), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+        if lane is None or (key not in lane.recordings and len(lane.recordings) == LIMIT):
+            return self.plain(*arguments, **options)
+        if key not in lane.recordings:
+            lane.recordings[key] = self._record(lane, arguments, options)
+        recording = lane.recordings[key]
+        return recording.result(_Replay.apply(lane, recording, self.parameters[0], *inputs))
+
+    def _replayable(self) -> bool:
+        """Whether there are gradients, of one kind, and nobody waits for each."""
+        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
+        return alone and not hooked and len({(p.dtype, p.device) for p in self.parameters}) == 1
+
+    def _lane(self) -> Lane | None:
+        """One that no pass owns."""
+        addresses = [p.data_ptr() for p in self.parameters]
+        if addresses != self.addresses:  # weights were moved, and recordings would read where they were
+            self.lanes, self.addresses = [], addresses
+        free = next((lane for lane in self.lanes if lane.free), None)
+        if free is None and len(self.lanes) < LANES:
+            self.lanes.append(free := Lane(self.parameters))
+        return free
+
+    def _record(self, lane: Lane, arguments: Sequence[Any], options: dict[str, Any]) -> Recording:
+        """Of a call with these arguments, the tensors among them being inputs."""
+        values = [*arguments, *options.values()]
+
+        def call(inputs: Sequence[Tensor]) -> Any:
+            given = iter(inputs)
+            now = [next(given) if isinstance(value, Tensor) else value for value in values]
+            return self.plain(*now[: len(arguments)], **dict(zip(options, now[len(arguments) :], strict=True)))
+
+        try:
+            with _others_in_place_of(self.parameters, self.stack) as others:
+                return Recording(call, [value for value in values if isinstance(value, Tensor)], others, lane)
+        except torch.OutOfMemoryError:
+            self.lanes = []  # their memory may serve a smaller batch
+            raise
+
+
+def can_record(inputs: Sequence[Tensor]) -> bool:
+    return bool(inputs) and all(tensor.is_cuda for tensor in inputs)
+
+
+def _shape(value: Any) -> Any:
+    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else value
+
+
+class Lane:
+    """What recordings of one tower share: their memory, and where they leave the gradients of its parameters. Owned by one pass."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.whole = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.gradients = _unflatten_dense_tensors(self.whole, parameters)
+        self.recordings: dict[Any, Recording] = {}
+        self.pool = torch.cuda.MemPool() if torch.cuda.is_available() else None
+        self._owner: weakref.ref[Any] | None = None
+
+    @property
+    def free(self) -> bool:
+        return self._owner is None or self._owner() is None
+
+    def owned_by(self, owner: Any) -> bool:
+        return self._owner is not None and self._owner() is owner
+
+    def take(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
+
+    def give_back(self) -> None:
+        """The pass is over: add its gradients to those of the parameters."""
+        self._owner = None
+        if all(p.grad is None for p in self.parameters):
+            sums = _unflatten_dense_tensors(self.whole.clone(), self.parameters)
+        else:
+            sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            torch._foreach_add_(sums, self.gradients)
+        for parameter, gradient in zip(self.parameters, sums, strict=True):
+            parameter.grad = gradient
+
+
+class _Pass:
+    """Owns a lane as long as autograd may ask for its backward pass."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lane: Lane, recording: Recording, parameter: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        # `parameter`: one of those that have gradients, whether the inputs do or not
+        ctx.lane, ctx.recording, ctx.owner = lane, recording, _Pass()
+        lane.take(ctx.owner)
+        return tuple(output.clone() for output in recording.replay_forward(inputs))  # the next pass writes to the same place
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        lane: Lane = ctx.lane
+        if not lane.owned_by(ctx.owner):
+            raise RuntimeError("a second backward pass through towers with CUDA graphs; leave cuda_graphs out")
+        of_inputs = ctx.recording.replay_backward(gradients)
+        lane.give_back()
+        return (None, None, None, *of_inputs)
+
+
+@contextmanager
+def _others_in_place_of(parameters: Sequence[nn.Parameter], module: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Parameters of the same memory. Autograd may have nodes for the parameters themselves already, which belong to another stream."""
+    others = {id(p): nn.Parameter(p.detach()) for p in parameters}
+    places = [(part, name, p) for part in module.modules() for name, p in part._parameters.items() if id(p) in others]
+    for part, name, p in places:
+        part._parameters[name] = others[id(p)]
+    try:
+        yield [others[id(p)] for p in parameters]
+    finally:
+        for part, name, p in places:
+            part._parameters[name] = p
+
+
+class Recording:
+    """The forward and backward pass of `call` for inputs of one shape. Gradients of `parameters` are left in the lane."""
+
+    def __init__(
+        self, call: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter], lane: Lane
+    ) -> None:
+        assert lane.pool is not None
+        self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        wanted = [*(tensor for tensor in self.inputs if tensor.requires_grad), *parameters]
+        stream, random = _stream(), torch.cuda.get_rng_state()
+        half = torch.autocast(
+            "cuda", torch.get_autocast_dtype("cuda"), enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False
+        )  # weights change between replays, so each has to cast them anew
+        with half, torch.autograd.set_multithreading_enabled(False):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), torch.cuda.use_mem_pool(lane.pool):  # kernels are loaded and compiled before they are recorded
+                outputs = self._keep(call(self.inputs))
+                torch.autograd.grad(outputs, wanted, [torch.zeros_like(output) for output in outputs])
+                del outputs
+            # other threads may copy and allocate meanwhile
+            pool: Any = lane.pool.id
+            recorded = partial(torch.cuda.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+            with recorded(self.forward):
+                outputs = self._keep(call(self.inputs))
+            self.output_gradients = [torch.zeros_like(output) for output in outputs]
+            with recorded(self.backward):
+                found = torch.autograd.grad(outputs, wanted, self.output_gradients)
+                count = len(wanted) - len(parameters)
+                torch._foreach_copy_(lane.gradients, found[count:])
+            given = iter(found[:count])
+            self.input_gradients = [next(given) if tensor.requires_grad else None for tensor in self.inputs]
+            self.outputs = [output.detach() for output in outputs]  # without what the backward pass needs, which others may overwrite
+        torch.cuda.set_rng_state(random)
+
+    def _keep(self, result: Any) -> list[Tensor]:
+        """The tensors of `call`'s result; of the result itself its form is kept, and what is no tensor."""
+        leaves, self.form = tree_flatten(result)
+        self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """As `call` returns it."""
+        given = iter(outputs)
+        return tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self.leaves], self.form)
+
+    def replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        for place, tensor in zip(self.inputs, inputs, strict=True):
+            place.detach().copy_(tensor)
+        self.forward.replay()
+        return self.outputs
+
+    def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of the inputs; those of parameters are then in the lane."""
+        for place, gradient in zip(self.output_gradients, gradients, strict=True):
+            place.copy_(gradient)
+        self.backward.replay()
+        return self.input_gradients
+
+
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _stream() -> torch.cuda.Stream:
+    """The one that is recorded on: memory that is freed on one stream can be used again there only."""
+    return _streams.setdefault(torch.cuda.current_device(), torch.cuda.Stream())

@@ -1,0 +1,385 @@
+"""Towers with recorded layers compute what plain ones do. What is recorded needs a GPU; how passes share a lane is tried without one."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig
+
+from conftest import assert_close, tiny_config
+from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder, graphs
+from contaccum.config import TrainConfig
+from contaccum.graphs import LANES, MULTIPLE, GraphedStack, Lane, Recording, check_graphs, graph_towers, ungraph_towers
+from contaccum.speed import compile_towers, encoders, stacks
+from contaccum.train import train
+from test_speed import CONFIGS, PRECISIONS, columns, error_of, needs_compiler, step
+from test_train import assert_bit_equal, final_state, options
+
+
+def graphed(model: nn.Module) -> list[GraphedStack]:
+    return [stack.forward for encoder in encoders(model) for stack, _ in stacks(encoder)]
+
+
+class ReplayedByHand(Recording):
+    """Computes what is recorded, and reads and writes only the places that a recording has."""
+
+    def __init__(self, call: Any, inputs: Any, parameters: Any, lane: Lane) -> None:
+        self.call, self.lane = call, lane
+        assert [p.data_ptr() for p in parameters] == [p.data_ptr() for p in lane.parameters]
+        assert not any(mine is its for mine, its in zip(parameters, lane.parameters, strict=True))
+        self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        with torch.enable_grad():
+            self.outputs = [output.detach() for output in self._keep(call(self.inputs))]
+        self.output_gradients = [torch.zeros_like(output) for output in self.outputs]
+        self.input_gradients = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in self.inputs]
+
+    def replay_forward(self, inputs: Any) -> list[Tensor]:
+        with torch.no_grad():
+            for place, tensor in zip(self.inputs, inputs, strict=True):
+                place.copy_(tensor)
+        with torch.enable_grad():
+            self.lane.alive = self, self._keep(self.call(self.inputs))  # of this lane's last pass alone
+        for place, output in zip(self.outputs, self.lane.alive[1], strict=True):
+            place.copy_(output.detach())
+        return self.outputs
+
+    def replay_backward(self, gradients: Any) -> Any:
+        recording, outputs = self.lane.alive
+        assert recording is self
+        for place, gradient in zip(self.output_gradients, gradients, strict=True):
+            place.copy_(gradient)
+        given = [tensor for tensor in self.inputs if tensor.requires_grad]
+        found = torch.autograd.grad(outputs, [*given, *self.lane.parameters], self.output_gradients)
+        for place, gradient in zip([*filter(lambda g: g is not None, self.input_gradients), *self.lane.gradients], found, strict=True):
+            place.copy_(gradient)
+        return self.input_gradients
+
+
+@pytest.fixture
+def by_hand(monkeypatch) -> None:
+    monkeypatch.setattr(graphs, "Recording", ReplayedByHand)
+    monkeypatch.setattr(graphs, "can_record", lambda inputs: True)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_longer_padding_and_the_mask_change_nothing(family, kind, pooling, tokenizer_folder) -> None:
+    torch.manual_seed(0)
+    model = dual_encoder(CONFIGS[family](), tokenizer=tokenizer_folder, pooling=pooling, max_seq_length=40).to("cpu").double()
+    plain = step(model, kind)
+    graph_towers(model)
+    assert_close(step(model, kind), plain, rtol=1e-10)
+    ungraph_towers(model)
+    assert "forward" not in {name for module in model.modules() for name in vars(module)}
+    assert_close(step(model, kind), plain, rtol=0.0)
+
+
+def test_layers_see_few_lengths_and_no_mask_where_texts_are_full(tiny_encoder) -> None:
+    model = tiny_encoder()
+    graph_towers(model)
+    seen: list[tuple[int, bool]] = []
+    encoder = next(encoders(model))
+    encoder.encoder.layer[0].register_forward_pre_hook(lambda module, arguments: seen.append((arguments[0].shape[1], arguments[1] is None)))
+    room = encoder.config.max_position_embeddings
+    for tokens, counts in (
+        (5, [5, 3]),
+        (MULTIPLE, [MULTIPLE] * 2),
+        (MULTIPLE, [MULTIPLE, 9]),
+        (MULTIPLE, None),
+        (room - 1, [room - 1] * 2),
+    ):
+        ids = torch.full((2, tokens), 9)
+        real = torch.tensor(counts or [tokens] * 2)
+        batch = {"input_ids": ids, "attention_mask": (torch.arange(tokens) < real[:, None]).long(), "task": "query"}
+        vectors = model({**batch, "token_counts": counts} if counts else batch)["token_embeddings"]
+        assert vectors.shape[1] == tokens
+    last = (room, False) if (room - 1) % MULTIPLE and room % MULTIPLE == 0 else (room - 1, True)
+    assert seen == [(MULTIPLE, False), (MULTIPLE, True), (MULTIPLE, False), (MULTIPLE, False), last]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
+def test_replayed_passes_give_the_same_loss_and_gradients(kind, tied, tokenizer_folder, by_hand) -> None:
+    torch.manual_seed(0)
+    model = dual_encoder(tiny_config("bert", 0.0), tokenizer=tokenizer_folder, tied=tied).to("cpu").double()
+    plain = step(model, kind)
+    graph_towers(model)
+    for _ in range(2):  # the second finds everything recorded
+        assert_close(step(model, kind), plain, rtol=1e-10)
+    lanes = [lane for stack in graphed(model) for lane in stack.lanes]
+    assert len(lanes) == (
+        1 if tied and kind is CachedContAccumLoss else 2
+    )  # of one tower, or one of each; GradCache has one pass at a time
+    assert all(len(lane.recordings) > 0 for lane in lanes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    changed = step(model, kind)
+    ungraph_towers(model)
+    assert_close(changed, step(model, kind), rtol=1e-10)
+
+
+def test_more_passes_than_lanes_run_as_always(tiny_encoder, by_hand) -> None:
+    model = tiny_encoder(dropout=0.0)
+    batches = [columns(model, seed=seed)[0] for seed in range(LANES + 2)]
+
+    def gradients() -> dict[str, Tensor]:
+        model.train().zero_grad()
+        values = [model(dict(batch))["sentence_embedding"].square().sum() for batch in batches]
+        sum(values).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    graph_towers(model)
+    for _ in range(2):
+        assert_close(gradients(), plain, rtol=1e-5)
+    assert [len(stack.lanes) for stack in graphed(model)] == [LANES, 0]
+
+
+def test_a_pass_that_is_dropped_gives_its_lane_back(tiny_encoder, by_hand) -> None:
+    model = tiny_encoder().train()
+    graph_towers(model)
+    stack, batch = graphed(model)[0], columns(model)[0]
+    for _ in range(4):
+        model(dict(batch))
+        gc.collect()
+    assert [lane.free for lane in stack.lanes] == [True]
+    kept = [model(dict(batch))["sentence_embedding"].sum() for _ in range(2)]
+    for value in kept:
+        value.backward()  # and `kept` lives on
+    assert [lane.free for lane in stack.lanes] == [True, True]
+
+
+def test_a_second_backward_pass_is_refused(tiny_encoder, by_hand) -> None:
+    model = tiny_encoder().train()
+    graph_towers(model)
+    value = model(columns(model)[0])["sentence_embedding"].sum()
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward pass through towers with CUDA graphs; leave cuda_graphs out"):
+        value.backward()
+
+
+def test_without_gradients_or_in_evaluation_nothing_is_recorded(tiny_encoder, by_hand) -> None:
+    model = tiny_encoder()
+    graph_towers(model)
+    batch = columns(model)[0]
+    model.eval()(dict(batch))
+    with torch.no_grad():
+        model.train()(dict(batch))
+    assert graphed(model)[0].lanes == []
+
+
+def test_hooks_on_parameters_are_called(tiny_encoder, by_hand) -> None:
+    model = tiny_encoder(dropout=0.0)
+    graph_towers(model)
+    called: list[int] = []
+    weight = next(encoders(model)).encoder.layer[0].output.dense.weight
+    weight.register_post_accumulate_grad_hook(lambda p: called.append(1))
+    step(model)
+    assert called == [1, 1]
+    assert [len(stack.lanes) for stack in graphed(model)] == [0, 1]
+
+
+def test_frozen_embeddings_and_gradients_that_are_there(tiny_encoder, by_hand) -> None:
+    """Layers get gradients though their input has none; what some parameters have already is added to."""
+    model = tiny_encoder(dropout=0.0).train()
+    for encoder in encoders(model):
+        encoder.embeddings.requires_grad_(False)
+    batch = columns(model)[0]
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        next(encoders(model)).encoder.layer[0].output.dense.weight.grad = torch.ones(16, 32)
+        for _ in range(2):
+            model(dict(batch))["sentence_embedding"].square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    graph_towers(model)
+    assert_close(gradients(), plain, rtol=1e-5)
+    assert len(graphed(model)[0].lanes) == 1
+
+
+def test_several_processes_are_refused_and_not_replayed(tiny_encoder, by_hand, monkeypatch) -> None:
+    with pytest.raises(ValueError, match="cuda_graphs is for one process, not 2; leave it out"):
+        check_graphs(False, False, cuda=True, processes=2)
+    model = tiny_encoder()
+    graph_towers(model)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    model.train()(columns(model)[0])
+    assert graphed(model)[0].lanes == []
+
+
+def test_moved_weights_are_recorded_anew(tiny_encoder, by_hand) -> None:
+    model = tiny_encoder(dropout=0.0)
+    graph_towers(model)
+    step(model)
+    before = graphed(model)[0].lanes
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    step(model)
+    assert graphed(model)[0].lanes[0] is not before[0]
+
+
+def test_memory_that_runs_out_while_recording_is_given_back(tiny_encoder, by_hand, monkeypatch) -> None:
+    model = tiny_encoder(dropout=0.0)
+    graph_towers(model)
+    plain = step(model)
+
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "Recording", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(model, CachedContAccumLoss)  # other shapes
+    monkeypatch.setattr(graphs, "Recording", ReplayedByHand)
+    assert graphed(model)[0].lanes == []
+    assert_close(step(model), plain, rtol=0.0)
+
+
+def test_what_does_not_go_together_is_one_clear_line(tiny_encoder, monkeypatch) -> None:
+    with pytest.raises(ValueError, match="cuda_graphs needs an NVIDIA GPU; leave it out"):
+        check_graphs(False, False, cuda=False)
+    for name, (checkpointing, unpad) in {"gradient_checkpointing": (True, False), "unpad": (False, True)}.items():
+        with pytest.raises(ValueError, match=f"cuda_graphs and {name} do not go together"):
+            check_graphs(checkpointing, unpad, cuda=True)
+    with pytest.raises(ValueError, match="cuda_graphs=true is not possible for modernbert; it is for bert"):
+        graph_towers(tiny_encoder("modernbert"))
+    model = tiny_encoder()
+    for encoder in encoders(model):
+        encoder.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="not possible with eager attention; it is with sdpa"):
+        graph_towers(model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_graphs_without_a_gpu_are_refused_before_anything_is_written(jsonl, model_folder, tmp_path) -> None:
+    with pytest.raises(ValueError, match="cuda_graphs needs an NVIDIA GPU"):
+        train(TrainConfig(**options(jsonl(64), model_folder, tmp_path / "run", cuda_graphs=True)))
+    assert not (tmp_path / "run").exists()
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+def test_recorded_layers_on_a_gpu(precision, compiled, tiny_encoder) -> None:
+    """Within the precision's own error, at the first pass and when replayed."""
+    model = tiny_encoder(dropout=0.0).to("cuda")
+    exact, autocast = step(model), PRECISIONS[precision]
+
+    def run() -> dict[str, Tensor]:
+        return step(model, autocast=torch.autocast(**autocast) if autocast else None)
+
+    plain = run()
+    if compiled:
+        needs_compiler(cuda=True)
+        compile_towers(model)
+    graph_towers(model)
+    allowed = max(1e-5, 3 * error_of(plain, exact), torch.finfo(autocast.get("dtype", torch.float32)).eps / 2)
+    for _ in range(3):
+        assert error_of(run(), exact) <= allowed
+    assert all(lane.recordings for stack in graphed(model) for lane in stack.lanes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
+def test_recorded_layers_drop_what_plain_ones_drop(kind, tied, tokenizer_folder, monkeypatch) -> None:
+    model = dual_encoder(tiny_config("bert", 0.2), tokenizer=tokenizer_folder, tied=tied, max_seq_length=MULTIPLE).to("cuda")
+    graph_towers(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "can_record", lambda inputs: False)
+        plain = step(model, kind)  # with the same padding
+    for _ in range(2):
+        assert_close(step(model, kind), plain, rtol=1e-4)
+    assert any(lane.recordings for stack in graphed(model) for lane in stack.lanes)
+
+
+@pytest.mark.gpu
+def test_a_replayed_micro_step_does_not_wait_for_the_device(tiny_encoder) -> None:
+    model = tiny_encoder().to("cuda").train()
+    graph_towers(model)
+    loss = ContAccumLoss(model, bank_size=8).to("cuda")
+    batches = [columns(model, seed=seed) for seed in (0, 10, 20)]
+    try:
+        for place, batch in enumerate(batches):
+            torch.cuda.set_sync_debug_mode("error" if place == 2 else "default")
+            with torch.autocast("cuda", torch.bfloat16):
+                value = loss(batch, None)
+            value.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_training_with_recorded_layers_resumes_as_it_would_have_gone_on(jsonl, model_folder, tmp_path) -> None:
+    def config(name: str) -> TrainConfig:
+        changes = {"epochs": 2, "cuda_graphs": True, "keep_checkpoints": 9, "precision": "bf16"}
+        return TrainConfig(**options(jsonl(64, negatives=3), model_folder, tmp_path / name, **changes))
+
+    train(config("whole"))
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for name in ("model", "summary.json", "checkpoints/checkpoint-16", "checkpoints/checkpoint-12"):
+        path = tmp_path / "again" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    stored = (tmp_path / "again" / "config.yaml").read_text().replace(config("whole").output, config("again").output)
+    (tmp_path / "again" / "config.yaml").write_text(stored)
+    assert train(config("again"), resume=True)["resumed_at_update"] == 8
+    assert_bit_equal(final_state(tmp_path / "whole"), final_state(tmp_path / "again"))
+
+
+@pytest.mark.gpu
+def test_memory_that_runs_out_on_a_gpu_while_recording(tokenizer_folder) -> None:
+    """A smaller batch is recorded after that, in this process."""
+    config = BertConfig(vocab_size=70, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, intermediate_size=1024)
+    model = dual_encoder(config, tokenizer=tokenizer_folder, max_seq_length=256).to("cuda").train()
+    graph_towers(model)
+
+    def one(texts: int) -> None:
+        batch = {"input_ids": torch.full((texts, 256), 9, device="cuda"), "attention_mask": torch.ones(texts, 256, device="cuda").long()}
+        model({**batch, "task": "query"})["sentence_embedding"].sum().backward()
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2e9) / total)
+        for texts in (512, 64, 16):
+            try:
+                one(texts)
+            except torch.OutOfMemoryError:
+                assert texts > 16
+            else:
+                assert texts < 512
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert any(lane.recordings for lane in graphed(model)[0].lanes)
+
+
+@pytest.mark.gpu
+def test_recordings_of_many_shapes_share_their_memory(tokenizer_folder) -> None:
+    """The largest, recorded first, holds about what all of them hold."""
+    config = BertConfig(vocab_size=70, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, intermediate_size=1024)
+    model = dual_encoder(config, tokenizer=tokenizer_folder, max_seq_length=256).to("cuda").train()
+    graph_towers(model)
+
+    def one(tokens: int) -> None:
+        batch = {"input_ids": torch.full((64, tokens), 9, device="cuda"), "attention_mask": torch.ones(64, tokens, device="cuda").long()}
+        model({**batch, "task": "query"})["sentence_embedding"].sum().backward()
+
+    held = []
+    for tokens in (256, 192, 128, 96, 64, 32):
+        one(tokens)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_reserved())
+    assert held[-1] < 1.5 * held[0]
