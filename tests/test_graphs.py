@@ -30,6 +30,7 @@ class ReplayedByHand(Recording):
 
     def __init__(self, call: Any, inputs: Any, parameters: Any, lane: Lane) -> None:
         self.call, self.lane = call, lane
+        assert not gc.isenabled()
         assert [p.data_ptr() for p in parameters] == [p.data_ptr() for p in lane.parameters]
         assert not any(mine is its for mine, its in zip(parameters, lane.parameters, strict=True))
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
@@ -117,6 +118,7 @@ def test_replayed_passes_give_the_same_loss_and_gradients(kind, tied, tokenizer_
         1 if tied and kind is CachedContAccumLoss else 2
     )  # of one tower, or one of each; GradCache has one pass at a time
     assert all(len(lane.recordings) > 0 for lane in lanes)
+    assert gc.isenabled()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)

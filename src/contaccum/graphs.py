@@ -13,6 +13,7 @@ A micro-batch of a few texts is computed faster than Python can launch its kerne
 
 from __future__ import annotations
 
+import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -154,7 +155,7 @@ class GraphedStack:
             return self.plain(*now[: len(arguments)], **dict(zip(options, now[len(arguments) :], strict=True)))
 
         try:
-            with _others_in_place_of(self.parameters, self.stack) as others:
+            with _nothing_collected(), _others_in_place_of(self.parameters, self.stack) as others:
                 return Recording(call, [value for value in values if isinstance(value, Tensor)], others, lane)
         except torch.OutOfMemoryError:
             self.lanes = []  # their memory may serve a smaller batch
@@ -223,6 +224,18 @@ class _Replay(torch.autograd.Function):
         of_inputs = ctx.recording.replay_backward(gradients)
         lane.give_back()
         return (None, None, None, *of_inputs)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """No garbage collection: PyTorch ends the process where a pool of an earlier model goes while something is recorded."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextmanager
