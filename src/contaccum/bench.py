@@ -8,7 +8,7 @@ Inputs are random token ids, of fixed length or padded to the longest of a micro
 
 `peak_share` is the share of the GPU's dense bf16 peak, whatever precision the way computes in. Counted are the products of a forward and a
 backward pass on real tokens: 6 per weight of the layers and token, and 12 * layers * width * length per token for attention; by GradCache
-and with checkpointing a third more, for a second forward pass.
+and with checkpointing a third more each, for another forward pass.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def operations(size: str, case: Case, seed: int) -> float:
     weights = 12 * layers * width**2  # 4 of attention, 8 of the feed-forward part; biases and norms left out
     tokens, squares = float(lengths.sum()), float((lengths.double() ** 2).sum())
     once = 6 * weights * tokens + 12 * layers * width * squares
-    return once * 4 / 3 if WAYS[case.way].cached or case.work.checkpointing else once
+    return once * (1 + (WAYS[case.way].cached + case.work.checkpointing) / 3)
 
 
 def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | Failure:
