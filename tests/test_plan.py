@@ -229,7 +229,8 @@ def test_checkpointing_is_taken_where_it_was_measured_to_be_faster(quick: bool, 
         return Measured(config.n_local, config.gradient_checkpointing, 1, 1, rate)
 
     monkeypatch.setattr("contaccum.plan.measure.try_in_process", attempt)
-    planner = Planner(Predictor(asked("200MB")), 200_000_000)
+    said: list[str] = []
+    planner = Planner(Predictor(asked("200MB")), 200_000_000, say=said.append)
     fit = planner.largest(asked("200MB"))
     assert fit is not None
     found = faster(verified(Plan(fit.config, 200_000_000, fit.prediction), planner), planner)
@@ -242,6 +243,10 @@ def test_checkpointing_is_taken_where_it_was_measured_to_be_faster(quick: bool, 
     assert f"measured with n = {found.config.n_local}" in told
     assert f"slower with n = {found.slower.n_local}" in told
     assert found.as_dict()["slower"]["samples_per_second"] == (2.0 if quick else 1.0)
+    assert said[0] == f"tried n = {fit.config.n_local}: 2 samples/s"
+    assert (
+        f"tried n = {max(found.measured.n_local, found.slower.n_local)} with gradient checkpointing: {3 if quick else 1} samples/s" in said
+    )
 
 
 @pytest.mark.gpu

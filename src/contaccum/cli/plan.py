@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -71,7 +73,8 @@ def plan(
         "torch_compile": torch_compile,
         "tied": tied,
     }
-    found = run_plan(load_config(None, asked), query_seq, n_local=n_local, verify=verify)
+    say = partial(print, file=sys.stderr, flush=True)
+    found = run_plan(load_config(None, asked), query_seq, n_local=n_local, verify=verify, say=say)
     print(json.dumps(found.as_dict()) if json_ else text(found))
 
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,6 +94,7 @@ class Planner:
     query_tokens: int | None = None
     processes: int = 1
     apart: bool = False
+    say: Callable[[str], None] = lambda line: None
 
     @property
     def room(self) -> int:
@@ -131,6 +132,7 @@ def plan(
     apart: bool = False,
     alternatives: bool = True,
     verify: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """The plan for `config.memory`; ValueError if nothing fits.
 
@@ -143,6 +145,7 @@ def plan(
         alternatives: also look for what would allow a larger micro-batch.
         verify: where there is a CUDA device, run real updates and take the largest micro-batch size that they allow, with gradient
             checkpointing where that is faster. A given `n_local` is tried as it is.
+        say: is told what was tried, which takes a while each.
     """
     config = with_bank(config)
     if config.memory is None:
@@ -150,7 +153,7 @@ def plan(
     check(config, query_tokens)
     method = get_method(config.method)
     cut(method, config.n_total, max(1, config.n_total // processes) if n_local is None else n_local, processes)
-    planner = Planner(Predictor(config), parse_bytes(config.memory), query_tokens, processes, apart)
+    planner = Planner(Predictor(config), parse_bytes(config.memory), query_tokens, processes, apart, say)
     fit = _best(planner, config) if n_local is None else _given(planner, replace(config, n_local=n_local))
     result = Plan(fit.config, planner.memory_bytes, fit.prediction)
     if verify and torch.cuda.is_available():

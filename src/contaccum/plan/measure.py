@@ -37,7 +37,10 @@ def verified(plan: Plan, planner: Planner, fixed: bool = False) -> Plan:
     first = sizes.index(plan.config.n_local)
 
     def attempt(place: int) -> Measured | None:
-        return try_in_process(replace(plan.config, n_local=sizes[place]), planner.room, planner.query_tokens)
+        found = try_in_process(replace(plan.config, n_local=sizes[place]), planner.room, planner.query_tokens)
+        how = f"n = {sizes[place]}{' with gradient checkpointing' if plan.config.gradient_checkpointing else ''}"
+        planner.say(f"tried {how}: " + (f"{found.samples_per_second:.0f} samples/s" if found is not None else "memory ran out"))
+        return found
 
     best = attempt(first)
     low, high = (first + 1, len(sizes)) if best is not None else (0, first)  # between them lies the smallest that does not fit
