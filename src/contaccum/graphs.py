@@ -6,8 +6,9 @@ A micro-batch of a few texts is computed faster than Python can launch its kerne
   `MULTIPLE` tokens, so that shapes are few. Everything else (embeddings, pooling, the loss, passes without gradients) runs as always.
 - A recording reads and writes fixed addresses. So one pass at a time owns a `Lane`, from its forward pass to the end of its backward
   pass; the recordings of a lane share its memory. Where a tower has more passes under way than `LANES`, they are not replayed.
-- A backward pass adds to the gradients of all parameters at once, not one by one through autograd. Hooks on parameters would not be called,
-  so where there are any, and with several processes, nothing is replayed.
+- A backward pass adds to the gradients of all parameters at once, not one by one through autograd. (So does `torch.autograd.grad`, whatever
+  it is asked for.) Hooks would not be called, so where there are any, and with several processes, nothing is replayed.
+- Weights that are moved, frozen or released are noticed, and everything is recorded anew.
 - Random numbers go on as if nothing had been recorded: dropout draws what it always draws.
 """
 
@@ -17,7 +18,7 @@ import gc
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,8 @@ def graph_towers(model: SentenceTransformer) -> None:
             raise ValueError(f"cuda_graphs=true is not possible for {encoder.config.model_type}; it is for {', '.join(UNPADDABLE)}")
         if encoder.config._attn_implementation != "sdpa":
             raise ValueError(f"cuda_graphs=true is not possible with {encoder.config._attn_implementation} attention; it is with sdpa")
+        if encoder.config.output_hidden_states or encoder.config.output_attentions:
+            raise ValueError("cuda_graphs=true is not possible for an encoder that also gives what is inside its layers; leave it out")
     for tower in towers(model):
         count_tokens(tower)
         # sentence-transformers calls `forward`, not the module
@@ -61,6 +64,14 @@ def ungraph_towers(model: SentenceTransformer) -> None:
         if graphed:
             uncount_tokens(tower)
             del tower.auto_model.forward
+
+
+def forget_recordings(model: nn.Module) -> None:
+    """Give their memory back. What is needed again is recorded again."""
+    for encoder in encoders(model):
+        for stack, _ in stacks(encoder):
+            if isinstance(graphed := stack.__dict__.get("forward"), GraphedStack):
+                graphed.lanes = []
 
 
 def check_graphs(checkpointing: bool, unpad: bool, cuda: bool, processes: int = 1) -> None:
@@ -82,12 +93,12 @@ def _forward_padded(
     token_counts: Tensor | list[int] | None = None,
     **options: Any,
 ) -> Any:
-    """As the encoder's own forward, on a multiple of `MULTIPLE` tokens where it has positions for them, and without asking the device
-    whether a mask is needed.
+    """As the encoder's own forward, in training on a multiple of `MULTIPLE` tokens where it has positions for them, and without asking the
+    device whether a mask is needed.
     """
     texts, tokens = input_ids.shape
     room = int(self.config.max_position_embeddings) - tokens
-    longer = -tokens % MULTIPLE if -tokens % MULTIPLE <= room else 0
+    longer = -tokens % MULTIPLE if self.training and -tokens % MULTIPLE <= room else 0
     full = attention_mask is None
     if token_counts is not None and len(token_counts) == texts:  # else unknown, or of a batch that this is a part of
         full = int(torch.as_tensor(token_counts).min()) == tokens
@@ -111,42 +122,65 @@ class GraphedStack:
     def __init__(self, stack: nn.Module) -> None:
         self.stack = stack
         self.plain: Callable[..., Any] = types.MethodType(type(stack).forward, stack)
-        self.parameters = [p for p in stack.parameters() if p.requires_grad]
-        self.lanes: list[Lane] = []
-        self.addresses: list[int] = []
+        self._look()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         values = [*arguments, *options.values()]
         inputs = [value for value in values if isinstance(value, Tensor)]
-        if not (self.stack.training and torch.is_grad_enabled() and can_record(inputs) and self._replayable()):
+        if not (self.stack.training and torch.is_grad_enabled() and can_record(inputs)):
             return self.plain(*arguments, **options)
-        lane = self._lane()
+        if self._state() != self.state:  # recordings would read where weights were, and give gradients to those that were trained
+            self._look()
         key = (*options, *map(_shape, values), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-        if lane is None or (key not in lane.recordings and len(lane.recordings) == LIMIT):
-            return self.plain(*arguments, **options)
-        if key not in lane.recordings:
-            lane.recordings[key] = self._record(lane, arguments, options)
-        recording = lane.recordings[key]
-        return recording.result(_Replay.apply(lane, recording, self.parameters[0], *inputs))
+        with _on(inputs[0].device):
+            lane = self._lane(key, sum(tensor.numel() for tensor in inputs)) if self._replayable() else None
+            if lane is None:
+                return self.plain(*arguments, **options)
+            if key not in lane.recordings:
+                lane.recordings[key] = self._record(lane, arguments, options)
+            recording = lane.recordings[key]
+            return recording.result(_Replay.apply(lane, recording, self.parameters[0], *inputs))
+
+    def _look(self) -> None:
+        """What there is to record; nothing is, so far."""
+        self.modules = list(self.stack.modules())
+        self.places = [(module._parameters, name) for module in self.modules for name in module._parameters]
+        self.parameters = [p for p in self.stack.parameters() if p.requires_grad]
+        self.of_one_kind = len({(p.dtype, p.device) for p in self.parameters}) == 1
+        self.state = self._state()
+        self.lanes: list[Lane] = []
+
+    def _state(self) -> list[Any]:
+        parameters = [place.get(name) for place, name in self.places]
+        found: list[Any] = [None if p is None else (id(p), p.data_ptr(), p.requires_grad) for p in parameters]
+        return found + [module.training for module in self.modules]
 
     def _replayable(self) -> bool:
-        """Whether there are gradients, of one kind, and nobody waits for each."""
-        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
-        hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters)
-        return alone and not hooked and len({(p.dtype, p.device) for p in self.parameters}) == 1
+        """Whether there are gradients, of one kind, and nobody waits for each or looks inside."""
+        if not self.of_one_kind or (dist.is_initialized() and dist.get_world_size() > 1):
+            return False
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self.parameters):
+            return False
+        watched = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "gradient_checkpointing")
+        inner = self.modules[1:]  # calls of the stack itself are not replayed
+        return not any(module.__dict__.get(name) for module in inner for name in watched)
 
-    def _lane(self) -> Lane | None:
-        """One that no pass owns."""
-        addresses = [p.data_ptr() for p in self.parameters]
-        if addresses != self.addresses:  # weights were moved, and recordings would read where they were
-            self.lanes, self.addresses = [], addresses
-        free = next((lane for lane in self.lanes if lane.free), None)
-        if free is None and len(self.lanes) < LANES:
-            self.lanes.append(free := Lane(self.parameters))
-        return free
+    def _lane(self, key: Any, size: int) -> Lane | None:
+        """One that no pass owns, and that has a recording or room for it."""
+        lane = next((lane for lane in self.lanes if lane.free), None)
+        if lane is None and len(self.lanes) < LANES:
+            self.lanes.append(lane := Lane(self.parameters))
+        if lane is None or key in lane.recordings:
+            return lane
+        if len(lane.recordings) == LIMIT:
+            return None
+        if size > lane.largest:  # its memory can serve the smaller ones that follow, but not theirs this one
+            lane.forget()
+            lane.largest = size
+        return lane
 
     def _record(self, lane: Lane, arguments: Sequence[Any], options: dict[str, Any]) -> Recording:
-        """Of a call with these arguments, the tensors among them being inputs."""
+        """Of a call with these arguments, the tensors among them being inputs. Where memory runs out, others are given up for it."""
         values = [*arguments, *options.values()]
 
         def call(inputs: Sequence[Tensor]) -> Any:
@@ -154,12 +188,21 @@ class GraphedStack:
             now = [next(given) if isinstance(value, Tensor) else value for value in values]
             return self.plain(*now[: len(arguments)], **dict(zip(options, now[len(arguments) :], strict=True)))
 
-        try:
-            with _nothing_collected(), _others_in_place_of(self.parameters, self.stack) as others:
-                return Recording(call, [value for value in values if isinstance(value, Tensor)], others, lane)
-        except torch.OutOfMemoryError:
-            self.lanes = []  # their memory may serve a smaller batch
-            raise
+        for last in (False, True):  # not within the first's handling, which holds what it had computed
+            try:
+                with _nothing_collected(), _others_in_place_of(self.parameters, self.stack) as others:
+                    return Recording(call, [value for value in values if isinstance(value, Tensor)], others, lane)
+            except torch.OutOfMemoryError:
+                for other in self.lanes:
+                    if other.free:
+                        other.forget()
+                if last:
+                    raise
+        raise AssertionError("returned or raised above")
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def can_record(inputs: Sequence[Tensor]) -> bool:
@@ -177,9 +220,14 @@ class Lane:
         self.parameters = parameters
         self.whole = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
         self.gradients = _unflatten_dense_tensors(self.whole, parameters)
+        self._owner: weakref.ref[Any] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """All recordings, and then their memory: not every PyTorch lets it go before them."""
+        self.largest = 0
         self.recordings: dict[Any, Recording] = {}
         self.pool = torch.cuda.MemPool() if torch.cuda.is_available() else None
-        self._owner: weakref.ref[Any] | None = None
 
     @property
     def free(self) -> bool:
@@ -195,12 +243,13 @@ class Lane:
         """The pass is over: add its gradients to those of the parameters."""
         self._owner = None
         if all(p.grad is None for p in self.parameters):
-            sums = _unflatten_dense_tensors(self.whole.clone(), self.parameters)
-        else:
-            sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-            torch._foreach_add_(sums, self.gradients)
-        for parameter, gradient in zip(self.parameters, sums, strict=True):
-            parameter.grad = gradient
+            for parameter, gradient in zip(self.parameters, _unflatten_dense_tensors(self.whole.clone(), self.parameters), strict=True):
+                parameter.grad = gradient
+            return
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch._foreach_add_([p.grad for p in self.parameters if p.grad is not None], self.gradients)
 
 
 class _Pass:
@@ -211,7 +260,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lane: Lane, recording: Recording, parameter: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         # `parameter`: one of those that have gradients, whether the inputs do or not
-        ctx.lane, ctx.recording, ctx.owner = lane, recording, _Pass()
+        ctx.recording, ctx.lane, ctx.owner = recording, lane, _Pass()  # let go in this order, see `Lane.forget`
         lane.take(ctx.owner)
         return tuple(output.clone() for output in recording.replay_forward(inputs))  # the next pass writes to the same place
 
@@ -258,34 +307,44 @@ class Recording:
     def __init__(
         self, call: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter], lane: Lane
     ) -> None:
-        assert lane.pool is not None
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         wanted = [*(tensor for tensor in self.inputs if tensor.requires_grad), *parameters]
-        stream, random = _stream(), torch.cuda.get_rng_state()
-        half = torch.autocast(
-            "cuda", torch.get_autocast_dtype("cuda"), enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False
-        )  # weights change between replays, so each has to cast them anew
+        random = torch.cuda.get_rng_state()
+        try:
+            found = self._capture(call, wanted, lane)
+        finally:
+            torch.cuda.set_rng_state(random)
+        given = iter(found)
+        self.input_gradients = [next(given) if tensor.requires_grad else None for tensor in self.inputs]
+
+    def _capture(self, call: Callable[[Sequence[Tensor]], Any], wanted: Sequence[Tensor], lane: Lane) -> Sequence[Tensor]:
+        """Gradients of those inputs that have any."""
+        assert lane.pool is not None
+        pool: Any = lane.pool.id
+        # other threads may copy and allocate meanwhile
+        recorded = partial(torch.cuda.graph, pool=pool, stream=_stream(), capture_error_mode="thread_local")
+        # weights change between replays, so each has to cast them anew
+        half = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False)
         with half, torch.autograd.set_multithreading_enabled(False):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), torch.cuda.use_mem_pool(lane.pool):  # kernels are loaded and compiled before they are recorded
+            torch.cuda.empty_cache()  # where memory runs out in what follows, PyTorch does not do so by itself
+            _stream().wait_stream(torch.cuda.current_stream())
+            with (
+                torch.cuda.stream(_stream()),
+                torch.cuda.use_mem_pool(lane.pool),
+            ):  # kernels are loaded and compiled before they are recorded
                 outputs = self._keep(call(self.inputs))
                 torch.autograd.grad(outputs, wanted, [torch.zeros_like(output) for output in outputs])
                 del outputs
-            # other threads may copy and allocate meanwhile
-            pool: Any = lane.pool.id
-            recorded = partial(torch.cuda.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
             with recorded(self.forward):
                 outputs = self._keep(call(self.inputs))
             self.output_gradients = [torch.zeros_like(output) for output in outputs]
             with recorded(self.backward):
                 found = torch.autograd.grad(outputs, wanted, self.output_gradients)
-                count = len(wanted) - len(parameters)
+                count = len(wanted) - len(lane.parameters)
                 torch._foreach_copy_(lane.gradients, found[count:])
-            given = iter(found[:count])
-            self.input_gradients = [next(given) if tensor.requires_grad else None for tensor in self.inputs]
-            self.outputs = [output.detach() for output in outputs]  # without what the backward pass needs, which others may overwrite
-        torch.cuda.set_rng_state(random)
+        self.outputs = [output.detach() for output in outputs]  # without what the backward pass needs, which others may overwrite
+        return found[:count]
 
     def _keep(self, result: Any) -> list[Tensor]:
         """The tensors of `call`'s result; of the result itself its form is kept, and what is no tensor."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contaccum.graphs import forget_recordings
 from contaccum.losses import CachedContAccumLoss
 from contaccum.trainer import ContAccumTrainer, CountsMicroSteps, bank_losses
 
@@ -53,6 +54,7 @@ class HalvingTrainer(ContAccumTrainer):
                 continue
             size = self._halve(rows_of(waiting[0]) or 1, error)
             error = None  # it holds the failed pass and all its activations
+            forget_recordings(self.model)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             waiting = [part for batch in waiting for part in split(batch, rows_of(batch) or 1, size)]

@@ -65,7 +65,6 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         config = planned(config, len(columns), processes)
         if main:
             print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
-        _check_speed(config, torch.cuda.is_available(), processes)
     batches = cut(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
     config = _bank_for(config, batches, len(dataset), processes, main)
     dev = _dev(config)

@@ -181,11 +181,15 @@ def planned(config: TrainConfig, hard_negatives: int, processes: int = 1) -> Tra
 
 def _best(planner: Planner, config: TrainConfig) -> Fit:
     found = planner.largest(config)
-    if found is None and not config.gradient_checkpointing and planner.predictor.can_checkpoint:
+    if found is None and not config.gradient_checkpointing and _may_checkpoint(planner, config):
         found = planner.largest(replace(config, gradient_checkpointing=True))
     if found is None:
         raise ValueError(_nothing_fits(planner, config))
     return found
+
+
+def _may_checkpoint(planner: Planner, config: TrainConfig) -> bool:
+    return planner.predictor.can_checkpoint and not config.cuda_graphs
 
 
 def _given(planner: Planner, config: TrainConfig) -> Fit:
@@ -198,7 +202,7 @@ def _given(planner: Planner, config: TrainConfig) -> Fit:
 
 
 def _nothing_fits(planner: Planner, config: TrainConfig) -> str:
-    smallest = replace(config, n_local=planner.sizes(config)[0], gradient_checkpointing=planner.predictor.can_checkpoint)
+    smallest = replace(config, n_local=planner.sizes(config)[0], gradient_checkpointing=_may_checkpoint(planner, config))
     needed = planner.predict(smallest).prediction.peak_bytes
     checkpointing = " and gradient checkpointing" if smallest.gradient_checkpointing else ""
     what = f"{config.method} with n_local={smallest.n_local}, {config.max_seq_length} tokens, {config.precision}{checkpointing}"
