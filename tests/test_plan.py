@@ -249,6 +249,30 @@ def test_checkpointing_is_taken_where_it_was_measured_to_be_faster(quick: bool, 
     )
 
 
+def test_a_plan_tells_the_command_that_trains_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_model(tmp_path, BertConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, intermediate_size=128, vocab_size=70))
+    options = ["--model", str(tmp_path), "--seq", "64", "--n-total", "32", "--drift-correction", "none", "--tied", "--no-verify"]
+    assert run_cli(monkeypatch, "plan", "--memory", "150MB", *options) == 0
+    told = capsys.readouterr().out.strip().splitlines()[-1]
+    assert told.startswith(f"to train so: contaccum train --model {tmp_path} --tied ")
+    train_options = told.removeprefix("to train so: contaccum train ").removesuffix(" ...").split()
+    assert "--bank" not in train_options  # as large as it is by itself
+    config = TrainConfig(model=str(tmp_path), tied=True, max_seq_length=64, n_total=32, drift_correction=None, hard_negatives=1)
+    parsed = dict(zip(*[iter(x for x in train_options if x != "--tied")] * 2, strict=True))
+    expected = plan(replace(config, memory="150MB"), alternatives=False).config
+    assert parsed == {
+        "--model": str(tmp_path),
+        "--max-seq-length": "64",
+        "--n-total": "32",
+        "--n-local": str(expected.n_local),
+        "--drift-correction": "none",
+        "--hard-negatives": "1",
+        "--memory": "150MB",
+    }
+
+
 @pytest.mark.gpu
 def test_plan_is_verified_on_this_gpu(tmp_path: Path) -> None:
     write_model(tmp_path, BertConfig(num_hidden_layers=2))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from contaccum.cli.base import app
-from contaccum.config import TrainConfig, load_config
+from contaccum.config import TrainConfig, load_config, with_bank
 
 if TYPE_CHECKING:
     from contaccum.plan import Plan
@@ -96,8 +97,34 @@ def text(plan: Plan) -> str:
     if plan.more:
         lines += ["what would allow a larger n:"]
         lines += [f"  {a.options:<42} n = {a.n_local:<5} {gigabytes(a.peak_bytes):>9}   {a.price}" for a in plan.more]
-    lines += [_speed(plan)]
+    lines += [_speed(plan), f"to train so: {_command(plan.config)}"]
     return "\n".join(lines)
+
+
+def _command(config: TrainConfig) -> str:
+    """Without what does not bear on memory (data, output, learning rate), and without what is so by default."""
+    bank = "auto" if with_bank(replace(config, bank="auto")).bank == config.bank else config.bank
+    told = ["contaccum train"]
+    for name in (
+        *(
+            "model",
+            "passage_model",
+            "tied",
+            "pooling",
+            "similarity",
+            "max_seq_length",
+            "method",
+            "n_total",
+            "n_local",
+            "bank",
+            "query_bank",
+        ),
+        *("bank_dtype", "drift_correction", "hard_negatives", "precision", "gradient_checkpointing", "torch_compile"),
+    ):
+        value, flag = getattr(replace(config, bank=bank), name), f"--{name.replace('_', '-')}"
+        if name == "n_local" or value != getattr(TrainConfig, name):
+            told.append(flag if value is True else f"{flag} {'none' if value is None else value}")
+    return " ".join([*told, f"--memory {config.memory}", "..."])
 
 
 def _speed(plan: Plan) -> str:
