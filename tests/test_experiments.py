@@ -146,6 +146,40 @@ def test_curves_of_gradnorm_are_the_diagnostics(found, folder: Path) -> None:
     assert stops == {0.25, 0.5, 0.75}
 
 
+def test_the_figure_of_memory_is_its_bytes(found) -> None:
+    rows = found["memory"]["rows"]
+    drawn = line_data(EXPERIMENTS["memory"].draw(rows, ""))
+    keys = {"vectors, predicted": "predicted_bytes", "bank, seen": "bank_bytes", "whole score matrix": "matrix_bytes"}
+    assert set(drawn) == set(keys)
+    for name, key in keys.items():
+        assert dict(zip(*drawn[name], strict=True)) == pytest.approx({r["facts"]["bank"]: r["values"][key] / 1e6 for r in rows})
+
+
+def test_the_figure_of_simmass_is_the_mean_over_seeds_and_their_spread(found) -> None:
+    figure = EXPERIMENTS["simmass"].draw(found["simmass"]["rows"], "")
+    drawn, bands = line_data(figure), figure.axes[0].collections
+    assert len(bands) == len(found["simmass"]["rows"])
+    for row, band in zip(found["simmass"]["rows"], bands, strict=True):
+        one, other = (mass_per_passage(d["sim_mass"]) for d in row["diagnostics"])
+        ages = sorted(set(one) & set(other))
+        assert drawn[row["group"]] == (ages, pytest.approx([(one[age] + other[age]) / 2 for age in ages]))
+        edges = {(x, round(y, 6)) for x, y in band.get_paths()[0].vertices}
+        assert {(age, round(values[age], 6)) for values in (one, other) for age in ages} <= edges
+
+
+def test_error_bars_are_the_deviations() -> None:
+    rows = [
+        {"group": name, "facts": {"bank": bank, "N_total": 8}, "mean": {"MRR@10": mean}, "deviation": {"MRR@10": deviation}}
+        for name, bank, mean, deviation in (("a", 0, 0.5, 0.01), ("b", 8, 0.25, 0.03))
+    ]
+    (axes,) = EXPERIMENTS["main"].draw(rows, "MRR@10").axes
+    segments = [segment for collection in axes.collections for segment in collection.get_segments()]
+    assert sorted(tuple(round(x, 6) for x, _ in segment) for segment in segments) == [(22.0, 28.0), (49.0, 51.0)]
+    figure = EXPERIMENTS["bank-size"].draw(rows, "MRR@10")
+    (band,) = figure.axes[0].collections
+    assert {(0, 49.0), (0, 51.0), (8, 22.0), (8, 28.0)} <= {(x, round(y, 6)) for x, y in band.get_paths()[0].vertices}
+
+
 def test_mass_by_age_is_per_passage_and_relative() -> None:
     measured = [{"by_age": [{"age_updates": 0, "mass": 0.2, "passages": 4}, {"age_updates": 1, "mass": 0.2, "passages": 8}]}]
     assert mass_per_passage(measured) == {0: 1.0, 1: 0.5}
@@ -245,6 +279,41 @@ def test_a_finished_cell_of_other_options_is_not_taken_for_this_one(found: dict[
         reproduce(Request("main", folder / "main", scale="tiny", settings=(("lr", 0.5),)), say=lambda line: None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scale": "small"}, "was begun with scale='tiny', not 'small'"),
+        ({"dataset": "acl"}, "was begun with dataset='harvest', not 'acl'"),
+        ({"model": "other"}, "was begun with model=None, not 'other'"),
+        ({"settings": (("weight_decay", 0.5),)}, "was begun with settings={}, not {'weight_decay': 0.5}"),
+    ],
+)
+def test_a_folder_of_another_request_is_refused(changes: dict[str, Any], message: str, found: dict[str, Any], folder: Path) -> None:
+    """With cells that are not there yet, so that none is finished with other options."""
+    request = Request("main", folder / "main", **{"scale": "tiny", "seeds": (7,), **changes})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        reproduce(request, say=lambda line: None)
+
+
+def test_a_cell_ends_with_the_command_that_started_it(tmp_path: Path) -> None:
+    """Killed alone, and run again: no other process writes to the folder."""
+    words = [sys.executable, "-m", "contaccum", "reproduce", "simmass", "--scale", "tiny", "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    log = tmp_path / "out" / "cells" / "contaccum-seed0" / "cell.log"
+    until = time.monotonic() + 120
+    while not log.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    servers = [int(pid) for file in children for pid in file.read_text().split()]
+    assert servers
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in servers) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in servers)
+
+
 def test_a_killed_grid_goes_on(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "contaccum", "reproduce", "simmass", "--scale", "tiny", "--output", str(tmp_path / "out")]
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -273,6 +342,20 @@ def test_dry_run_tells_cells_and_time_and_writes_nothing(tmp_path: Path, capsys:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "ending"),
+    [
+        (["speed"], r"\d+ cells, about \d+ s"),
+        (["memory"], r"\d+ cells, seconds each"),
+        (["main", "--dataset", "nq"], r"\d+ cells; time not estimated: the rows of nq are known when it has been prepared"),
+        (["main", "--model", "nowhere/at-all"], r"\d+ cells; time not estimated: the model nowhere/at-all cannot be read"),
+    ],
+)
+def test_dry_run_of_other_kinds(words: list[str], ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["reproduce", *words, "--scale", "tiny", "--dry-run", "--output", str(tmp_path / "out")], standalone_mode=False)
+    assert re.fullmatch(ending, capsys.readouterr().out.splitlines()[-1])
+
+
 @pytest.mark.parametrize("dataset", ["acl", "squad-wiki"])
 def test_other_data_sets(dataset: str, tmp_path: Path) -> None:
     if not (SHARED / "data" / dataset).exists():
@@ -293,6 +376,11 @@ def test_other_data_sets(dataset: str, tmp_path: Path) -> None:
         (["main", "--dataset", "x"], "dataset 'x' is unknown"),
         (["main", "--scale", "x"], "scale 'x' is unknown"),
         (["main", "--seeds", "a"], "--seeds 'a' must be"),
+        (["main", "--seeds", "0,,1"], "--seeds '0,,1' must be"),
+        (["memory", "--set", "bank=99"], "--set bank has no meaning for memory"),
+        (["speed", "--model", "nowhere"], "--model has no meaning for speed"),
+        (["gradnorm", "--set", "tied=true"], "--set tied=true has one tower"),
+        (["simmass", "--set", "diagnose_every=0"], "--set diagnose_every=0 leaves simmass nothing"),
         (["main", "--set", "lr"], "--set 'lr' must be NAME=VALUE"),
         (["main", "--set", "lr=fast"], "lr='fast' is not"),
         (["main", "--set", "method=dpr"], "--set method is the experiment's own"),

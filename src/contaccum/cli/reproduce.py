@@ -57,7 +57,7 @@ def reproduce(
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    if not text.replace(",", "").replace(" ", "").isdigit():
+    if not all(seed.strip().isdigit() for seed in text.split(",")):
         raise ValueError(f"--seeds {text!r} must be whole numbers with commas between, as 0,1,2")
     return tuple(dict.fromkeys(int(seed) for seed in text.split(",")))
 

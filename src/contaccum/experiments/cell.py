@@ -12,8 +12,10 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,11 @@ from contaccum.logfile import read_log
 from contaccum.provenance import provenance
 
 KEPT = 100  # passages a query in the run file
+SOURCES = ("collection", "queries", "qrels")
 
 
 def run_cell(folder: Path) -> None:
+    folder = folder.resolve()  # whoever reads its evaluation may do so from elsewhere
     spec = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
     started = time.perf_counter()
     found = {"train": _train, "speed": _speed, "memory": _memory}[spec["kind"]](folder, spec)
@@ -75,6 +79,8 @@ def judge(run: Path, data: Ready, token_cache: Path | None = None) -> dict[str, 
     """
     from contaccum.retrieval import encode, evaluate, search
 
+    sources: dict[str, Any] = {name: str(Path(path).resolve()) for name in SOURCES if (path := getattr(data, name)) is not None}
+    data = replace(data, **sources)
     vectors, found = run / "vectors", run / "test.trec"
     encode(run / "model", data.collection, vectors / "passages", token_cache=token_cache, progress=False)
     encode(run / "model", data.queries, vectors / "queries", queries=True, split=data.split, progress=False)
@@ -139,6 +145,7 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 def serve() -> None:
     """Cells by their folders until the input ends, or one fails: what it left of the process is not for the next."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         folder = Path(line.rstrip("\n"))
@@ -157,6 +164,13 @@ def serve() -> None:
         print(answer, file=answers, flush=True)
         if answer == "failed":
             return
+
+
+def _end_with(parent: int) -> None:
+    """A process whose parent was killed would go on beside the one that the same command starts next."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _forget() -> None:

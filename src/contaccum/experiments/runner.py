@@ -1,8 +1,8 @@
 """`reproduce`: the cells of an experiment, several processes at a time; then its table and figure.
 
-OUTPUT holds `data/` (prepared once), `cells/NAME/` (cell.json, cell.log, result.json and the run folder), and of all that is finished
-`results.json`, `table.md` and the figure. Run again, finished cells are not repeated and an interrupted one goes on from its
-last checkpoint; a cell that fails is told and does not stop the others.
+OUTPUT holds `request.json` (what it is for: another request is refused), `data/` (prepared once), `cells/NAME/` (cell.json, cell.log,
+result.json and the run folder), and of all that is finished `results.json`, `table.md` and the figure. Run again, finished cells are not
+repeated and an interrupted one goes on from its last checkpoint; a cell that fails is told and does not stop the others.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from contaccum.provenance import provenance
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT for module in (main_table, ablation, bank_size, speed, gradnorm, simmass, memory)
 }
+MEASURED = {"speed": {"bank"}, "memory": set[str]()}  # experiments that train nothing, and the settings that they have
 SCRATCH = {"vocabulary": 2000, "width": 32, "layers": 1, "seed": 0}
 
 
@@ -48,6 +49,26 @@ class Request:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
         if self.jobs < 0 or not self.seeds:
             raise ValueError(f"jobs={self.jobs} must be 0 (all in this process) or more, and there must be a seed")
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        """Nothing that would be left unused, and nothing that leaves the figure empty."""
+        settings, name = dict(self.settings), self.experiment
+        if name in MEASURED:
+            if self.model is not None:
+                raise ValueError(f"--model has no meaning for {name}, which trains nothing; leave it out")
+            if unused := sorted(settings.keys() - MEASURED[name]):
+                raise ValueError(f"--set {unused[0]} has no meaning for {name}, which trains nothing; leave it out")
+        if name in ("gradnorm", "simmass") and settings.get("diagnose_every") == 0:
+            raise ValueError(f"--set diagnose_every=0 leaves {name} nothing to show; leave it out")
+        if name == "gradnorm" and settings.get("tied"):
+            raise ValueError("--set tied=true has one tower, and gradnorm shows the ratio of two; leave it out")
+
+    def identity(self) -> dict[str, Any]:
+        """What results in one folder have in common, as JSON keeps it."""
+        shared = {name: getattr(self, name) for name in ("experiment", "dataset", "scale", "model")}
+        found: dict[str, Any] = json.loads(json.dumps({**shared, "settings": dict(self.settings)}))
+        return found
 
 
 def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -58,6 +79,7 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
     folders = {cell.name: request.output / "cells" / cell.name for cell in cells}
     for cell in cells:
         _check_finished(cell, folders[cell.name], dict(request.settings))
+    _claim(request)
     waiting = [cell for cell in cells if not (folders[cell.name] / "result.json").exists()]
     say(f"{experiment.name} ({experiment.paper}): {len(cells)} cells, {len(cells) - len(waiting)} finished before")
     if waiting:
@@ -72,6 +94,19 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
     for name in failed:
         say(f"failed: {name}; the end of {folders[name] / 'cell.log'}:\n{_tail(folders[name] / 'cell.log')}")
     return {**_write(request, experiment, finished), "failed": failed}
+
+
+def _claim(request: Request) -> None:
+    """The folder is this request's; ValueError where it is another's."""
+    file, wanted = request.output / "request.json", request.identity()
+    if file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if differing := [name for name in wanted if before.get(name) != wanted[name]]:
+            name = differing[0]
+            raise ValueError(f"{request.output} was begun with {name}={before.get(name)!r}, not {wanted[name]!r}; use another --output")
+        return
+    request.output.mkdir(parents=True, exist_ok=True)
+    _replace(file, json.dumps(wanted, indent=1) + "\n")
 
 
 def _check_finished(cell: Cell, folder: Path, settings: dict[str, Any]) -> None:

@@ -124,7 +124,8 @@ def _name(config: dict[str, Any], groups: list[list[Run]], off: bool) -> str:
 
 
 def _folder_name(group: list[Run]) -> str:
-    folders = [run.folder.resolve().name for run in group]
+    paths = [run.folder.resolve() for run in group]
+    folders = [path.parent.name if path.name == "run" else path.name for path in paths]  # the cells of `reproduce` are named above
     first, last = min(folders), max(folders)
     common = next((first[:place] for place in range(len(first)) if not last.startswith(first[: place + 1])), first)
     return common.rstrip("-_. ").removesuffix("seed").rstrip("-_. ") or folders[0]
