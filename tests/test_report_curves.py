@@ -14,6 +14,7 @@ from contaccum.report import plots
 from contaccum.report.build import report
 from contaccum.report.figures import drawings
 from contaccum.report.folders import read_run_folder
+from contaccum.report.palette import STYLES, style
 from contaccum.report.plots import Bar
 from contaccum.report.rows import rows_of
 from contaccum.report.series import Series, dev_curve, drift_curve, loss_curve, mass_curve, phase_seconds, ratio_curve, series
@@ -21,6 +22,13 @@ from contaccum.report.summary import notes
 from report_runs import add_diagnostics, make_run, summary_of, two_methods, write_lines
 
 runs = pytest.fixture(two_methods)
+
+
+def test_sixteen_rows_are_told_apart() -> None:
+    found = [style(slot) for slot in range(16)]
+    assert tuple(found[:8]) == STYLES
+    assert len({(one.light, one.line, one.marker) for one in found}) == 16
+    assert all(old.line != new.line and old.marker != new.marker for old, new in zip(found[:8], found[8:], strict=True))
 
 
 def test_curves_are_means_of_the_log(tmp_path: Path) -> None:

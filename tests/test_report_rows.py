@@ -57,8 +57,9 @@ def test_any_other_difference_makes_another_row_and_names_it(tmp_path: Path) -> 
     assert [row.name for row in rows_of([rows[0].runs[0]], {folders[0]: "ours"})] == ["ours"]
     long = [make_run(tmp_path / f"{name}-seed{seed}", data="x" * 60 + name, seed=seed) for name in ("first", "second") for seed in (1, 2)]
     assert [row.name for row in rows_of([read_run_folder(folder) for folder in long])] == ["first", "second"]
-    same = [make_run(tmp_path / place / "run", data="x" * 60 + place) for place in ("a", "b")]
-    assert [row.name for row in rows_of([read_run_folder(folder) for folder in same])] == ["run #1", "run #2"]
+    for name, told in (("same", ["same #1", "same #2"]), ("run", ["a", "b"])):  # cells of `reproduce` are named by the folder above
+        same = [make_run(tmp_path / place / name, data="x" * 60 + place) for place in ("a", "b")]
+        assert [row.name for row in rows_of([read_run_folder(folder) for folder in same])] == told
 
 
 def test_only_the_fields_that_differ_are_listed(tmp_path: Path) -> None:

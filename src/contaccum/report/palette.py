@@ -30,8 +30,10 @@ STYLES = (
 
 
 def style(slot: int) -> Style:
-    """Of a row's place; from the ninth on colours repeat."""
-    return STYLES[slot % len(STYLES)]
+    """Of a row's place; from the ninth on colours repeat, with other lines and markers."""
+    turn, place = divmod(slot, len(STYLES))
+    line, marker = (STYLES[(place + step * turn) % len(STYLES)] for step in (1, 3))
+    return STYLES[place]._replace(line=line.line, marker=marker.marker)
 
 
 def variable(place: int) -> str:
