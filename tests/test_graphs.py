@@ -1,16 +1,17 @@
-"""Towers with recorded layers compute what plain ones do. What is recorded needs a GPU; how passes share a lane is tried without one."""
+"""Towers with recorded layers compute what plain ones do: padding, lanes and what changes between passes, by a stand-in for a recording.
+
+What is really recorded needs a GPU: tests/test_graphs_gpu.py.
+"""
 
 from __future__ import annotations
 
 import gc
-import shutil
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig
 
 from conftest import assert_close, tiny_config
 from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder, graphs
@@ -26,10 +27,10 @@ from contaccum.graphs import (
     graph_towers,
     ungraph_towers,
 )
-from contaccum.speed import compile_towers, encoders, stacks
+from contaccum.speed import encoders, stacks
 from contaccum.train import train
-from test_speed import CONFIGS, PRECISIONS, columns, does_not_wait, error_of, needs_compiler, step
-from test_train import assert_bit_equal, final_state, options
+from test_speed import CONFIGS, columns, step
+from test_train import options
 
 
 def graphed(model: nn.Module) -> list[GraphedStack]:
@@ -386,115 +387,3 @@ def test_graphs_without_a_gpu_are_refused_before_anything_is_written(jsonl, mode
     with pytest.raises(ValueError, match="cuda_graphs needs an NVIDIA GPU"):
         train(TrainConfig(**options(jsonl(64), model_folder, tmp_path / "run", cuda_graphs=True)))
     assert not (tmp_path / "run").exists()
-
-
-# On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_recorded_layers_on_a_gpu(precision, compiled, tiny_encoder) -> None:
-    """Within the precision's own error, at the first pass and when replayed."""
-    model = tiny_encoder(dropout=0.0).to("cuda")
-    exact, autocast = step(model), PRECISIONS[precision]
-
-    def run() -> dict[str, Tensor]:
-        return step(model, autocast=torch.autocast(**autocast) if autocast else None)
-
-    plain = run()
-    if compiled:
-        needs_compiler(cuda=True)
-        compile_towers(model)
-    graph_towers(model)
-    allowed = max(1e-5, 3 * error_of(plain, exact), torch.finfo(autocast.get("dtype", torch.float32)).eps / 2)
-    for _ in range(3):
-        assert error_of(run(), exact) <= allowed
-    assert all(any(lane.recordings for lane in stack.lanes) for stack in graphed(model))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
-def test_recorded_layers_drop_what_plain_ones_drop(kind, tied, tokenizer_folder, monkeypatch) -> None:
-    model = dual_encoder(tiny_config("bert", 0.2), tokenizer=tokenizer_folder, tied=tied, max_seq_length=MULTIPLE).to("cuda")
-    graph_towers(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(graphs, "can_record", lambda inputs: False)
-        plain = step(model, kind)  # with the same padding
-    for _ in range(2):
-        assert_close(step(model, kind), plain, rtol=1e-4)
-    assert any(lane.recordings for stack in graphed(model) for lane in stack.lanes)
-
-
-@pytest.mark.gpu
-def test_a_replayed_micro_step_does_not_wait_for_the_device(tiny_encoder) -> None:
-    model = tiny_encoder().to("cuda").train()
-    graph_towers(model)
-    does_not_wait(model)
-    assert all(any(lane.recordings for lane in stack.lanes) for stack in graphed(model))
-
-
-@pytest.mark.gpu
-def test_training_with_recorded_layers_resumes_as_it_would_have_gone_on(jsonl, model_folder, tmp_path) -> None:
-    def config(name: str) -> TrainConfig:
-        changes = {"epochs": 2, "cuda_graphs": True, "keep_checkpoints": 9, "precision": "bf16"}
-        return TrainConfig(**options(jsonl(64, negatives=3), model_folder, tmp_path / name, **changes))
-
-    train(config("whole"))
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    for name in ("model", "summary.json", "checkpoints/checkpoint-16", "checkpoints/checkpoint-12"):
-        path = tmp_path / "again" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    stored = (tmp_path / "again" / "config.yaml").read_text().replace(config("whole").output, config("again").output)
-    (tmp_path / "again" / "config.yaml").write_text(stored)
-    assert train(config("again"), resume=True)["resumed_at_update"] == 8
-    assert_bit_equal(final_state(tmp_path / "whole"), final_state(tmp_path / "again"))
-
-
-@pytest.mark.gpu
-def test_memory_that_runs_out_on_a_gpu_while_recording(tokenizer_folder) -> None:
-    """A smaller batch is recorded after that, in this process."""
-    config = BertConfig(vocab_size=70, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, intermediate_size=1024)
-    model = dual_encoder(config, tokenizer=tokenizer_folder, max_seq_length=256).to("cuda").train()
-    graph_towers(model)
-
-    def one(texts: int) -> None:
-        batch = {"input_ids": torch.full((texts, 256), 9, device="cuda"), "attention_mask": torch.ones(texts, 256, device="cuda").long()}
-        model({**batch, "task": "query"})["sentence_embedding"].sum().backward()
-
-    total = torch.cuda.get_device_properties(0).total_memory
-    try:
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2e9) / total)
-        for texts in (512, 64, 16):
-            try:
-                one(texts)
-            except torch.OutOfMemoryError:
-                assert texts > 16
-            else:
-                assert texts < 512
-        torch.cuda.synchronize()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any(lane.recordings for lane in graphed(model)[0].lanes)
-
-
-@pytest.mark.gpu
-def test_recordings_of_many_shapes_share_their_memory(tokenizer_folder) -> None:
-    """The largest alone holds about what all of them hold."""
-    config = BertConfig(vocab_size=70, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, intermediate_size=1024)
-    model = dual_encoder(config, tokenizer=tokenizer_folder, max_seq_length=256).to("cuda").train()
-    graph_towers(model)
-
-    def one(tokens: int) -> None:
-        batch = {"input_ids": torch.full((64, tokens), 9, device="cuda"), "attention_mask": torch.ones(64, tokens, device="cuda").long()}
-        model({**batch, "task": "query"})["sentence_embedding"].sum().backward()
-
-    held = []
-    for tokens in (32, 96, 64, 256, 192, 128, 96, 64, 32):
-        one(tokens)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        held.append(torch.cuda.memory_reserved())
-    assert held[-1] < 1.25 * held[3]
-    assert len(graphed(model)[0].lanes[0].recordings) == 6

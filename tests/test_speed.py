@@ -372,17 +372,21 @@ def fast(jsonl, model_folder, tmp_path, monkeypatch) -> Callable[..., TrainConfi
 
 
 def test_training_with_fast_towers_resumes_bit_equal(fast, tmp_path) -> None:
-    config = fast("whole", torch_compile=True, unpad=True, keep_checkpoints=9)
-    train(config)
-    again = fast("again", torch_compile=True, unpad=True, keep_checkpoints=9)
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    resumes_bit_equal(lambda name: fast(name, torch_compile=True, unpad=True, keep_checkpoints=9), tmp_path)
+
+
+def resumes_bit_equal(config: Callable[[str], TrainConfig], folder: Path) -> None:
+    """A run of 16 updates, whole and gone on with from its eighth; `config(name)` writes to `folder / name`."""
+    whole, again = config("whole"), config("again")
+    train(whole)
+    shutil.copytree(folder / "whole", folder / "again")
     for name in ("model", "summary.json", "checkpoints/checkpoint-16", "checkpoints/checkpoint-12"):
-        path = tmp_path / "again" / name
+        path = folder / "again" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    stored = (tmp_path / "again" / "config.yaml").read_text().replace(config.output, again.output)
-    (tmp_path / "again" / "config.yaml").write_text(stored)
+    stored = (folder / "again" / "config.yaml").read_text().replace(whole.output, again.output)
+    (folder / "again" / "config.yaml").write_text(stored)
     assert train(again, resume=True)["resumed_at_update"] == 8
-    assert_bit_equal(final_state(tmp_path / "whole"), final_state(tmp_path / "again"))
+    assert_bit_equal(final_state(folder / "whole"), final_state(folder / "again"))
 
 
 def test_compiled_training_is_plain_training(fast, tmp_path) -> None:
