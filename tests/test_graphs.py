@@ -6,6 +6,7 @@ What is really recorded needs a GPU: tests/test_graphs_gpu.py.
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from contaccum.graphs import (
     graph_towers,
     ungraph_towers,
 )
+from contaccum.halving import gradients_apart
 from contaccum.speed import encoders, stacks
 from contaccum.train import train
 from test_speed import CONFIGS, columns, step
@@ -43,8 +45,9 @@ class ReplayedByHand(Recording):
     def __init__(self, call: Any, inputs: Any, parameters: Any, lane: Lane) -> None:
         self.call, self.lane = call, lane
         assert not gc.isenabled()
-        assert [p.data_ptr() for p in parameters] == [p.data_ptr() for p in lane.parameters]
-        assert not any(mine is its for mine, its in zip(parameters, lane.parameters, strict=True))
+        self.parameters = lane.gradients.parameters
+        assert [p.data_ptr() for p in parameters] == [p.data_ptr() for p in self.parameters]
+        assert not any(mine is its for mine, its in zip(parameters, self.parameters, strict=True))
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
         with torch.enable_grad():
             self.outputs = [output.detach() for output in self._keep(call(self.inputs))]
@@ -67,9 +70,11 @@ class ReplayedByHand(Recording):
         for place, gradient in zip(self.output_gradients, gradients, strict=True):
             place.copy_(gradient)
         given = [tensor for tensor in self.inputs if tensor.requires_grad]
-        found = torch.autograd.grad(outputs, [*given, *self.lane.parameters], self.output_gradients)
-        for place, gradient in zip([*filter(lambda g: g is not None, self.input_gradients), *self.lane.gradients], found, strict=True):
+        found = torch.autograd.grad(outputs, [*given, *self.parameters], self.output_gradients)
+        for place, gradient in zip(filter(lambda g: g is not None, self.input_gradients), found[: len(given)], strict=True):
             place.copy_(gradient)
+        for place, gradient in zip(self.lane.gradients.parts, found[len(given) :], strict=True):
+            place.add_(gradient)
         return self.input_gradients
 
 
@@ -261,6 +266,53 @@ def test_frozen_embeddings_and_gradients_that_are_there(tiny_encoder, by_hand) -
     graph_towers(model)
     assert_close(gradients(), plain, rtol=1e-5)
     assert len(graphed(model)[0].lanes) == 1
+
+
+def test_gradients_are_in_one_place_unless_somebody_holds_them(tiny_encoder, by_hand) -> None:
+    model = tiny_encoder(dropout=0.0).train()
+    batches = [columns(model, seed=seed)[0] for seed in range(3)]
+
+    def gradients(batch: Any, to_none: bool = True) -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=to_none)
+        model(dict(batch))["sentence_embedding"].square().sum().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = [{name: gradient.clone() for name, gradient in gradients(batch).items()} for batch in batches]
+    graph_towers(model)
+    first = gradients(batches[0])
+    weight = next(name for name in first if "output.dense.weight" in name)
+    place = first[weight].data_ptr()
+    second = gradients(batches[1])
+    assert second[weight].data_ptr() != place
+    assert_close(first, plain[0], rtol=1e-5)
+    assert_close(second, plain[1], rtol=1e-5)
+    del first, second
+    for batch, expected in zip(batches, plain, strict=True):
+        found = gradients(batch)
+        assert found[weight].data_ptr() == place
+        assert_close(found, expected, rtol=1e-5)
+        del found
+    assert_close(gradients(batches[0], to_none=False), plain[0], rtol=1e-5)
+
+
+def test_gradients_put_aside_are_added_to(tiny_encoder, by_hand) -> None:
+    """As by `HalvingTrainer`, also when a backward pass fails after the layers'."""
+    model = tiny_encoder(dropout=0.0).train()
+    batches = [columns(model, seed=seed)[0] for seed in range(3)]
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        for batch in batches:
+            with suppress(torch.OutOfMemoryError), gradients_apart(model):
+                model(dict(batch))["sentence_embedding"].square().sum().backward()
+                if batch is batches[1]:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    graph_towers(model)
+    for _ in range(2):
+        assert_close(gradients(), plain, rtol=1e-5)
 
 
 def test_several_processes_are_refused_and_not_replayed(tiny_encoder, by_hand, monkeypatch) -> None:

@@ -14,7 +14,7 @@ from contaccum.config import TrainConfig
 from contaccum.graphs import MULTIPLE, graph_towers
 from contaccum.speed import compile_towers
 from test_graphs import graphed
-from test_speed import PRECISIONS, does_not_wait, error_of, needs_compiler, resumes_bit_equal, step
+from test_speed import PRECISIONS, columns, does_not_wait, error_of, needs_compiler, resumes_bit_equal, step
 from test_train import options
 
 pytestmark = pytest.mark.gpu
@@ -112,3 +112,21 @@ def test_recordings_of_many_shapes_share_their_memory(tokenizer_folder) -> None:
         held.append(torch.cuda.memory_reserved())
     assert held[-1] < 1.25 * held[3]
     assert len(graphed(model)[0].lanes[0].recordings) == 6
+
+
+def test_micro_batches_add_to_gradients_in_place(tiny_encoder) -> None:
+    model = tiny_encoder(dropout=0.0).to("cuda").train()
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        for seed in range(3):
+            batch = {name: value.to("cuda") if isinstance(value, Tensor) else value for name, value in columns(model, seed=seed)[0].items()}
+            model(batch)["sentence_embedding"].square().sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    graph_towers(model)
+    for _ in range(2):
+        assert error_of(gradients(), plain) < 1e-5
+    shared = graphed(model)[0].lanes[0].gradients
+    assert all(p.grad.data_ptr() == part.data_ptr() for p, part in zip(shared.parameters, shared.parts, strict=True))

@@ -6,8 +6,9 @@ A micro-batch of a few texts is computed faster than Python can launch its kerne
   `MULTIPLE` tokens, so that shapes are few. Everything else (embeddings, pooling, the loss, passes without gradients) runs as always.
 - A recording reads and writes fixed addresses. So one pass at a time owns a `Lane`, from its forward pass to the end of its backward
   pass; the recordings of a lane share its memory. Where a tower has more passes under way than `LANES`, they are not replayed.
-- A backward pass adds to the gradients of all parameters at once, not one by one through autograd. (So does `torch.autograd.grad`, whatever
-  it is asked for.) Hooks would not be called, so where there are any, and with several processes, nothing is replayed.
+- A recorded backward pass adds to the gradients of all parameters itself, not through autograd. (So does `torch.autograd.grad`, whatever
+  it is asked for.) They are parts of one tensor of the tower's, which stays where it is. Hooks would not be called, so where there are
+  any, and with several processes, nothing is replayed.
 - Weights that are moved, frozen or released are noticed, and everything is recorded anew.
 - Random numbers go on as if nothing had been recorded: dropout draws what it always draws.
 """
@@ -71,7 +72,7 @@ def forget_recordings(model: nn.Module) -> None:
     for encoder in encoders(model):
         for stack, _ in stacks(encoder):
             if isinstance(graphed := stack.__dict__.get("forward"), GraphedStack):
-                graphed.lanes = []
+                graphed.lanes = []  # gradients stay: parameters have them
 
 
 def check_graphs(checkpointing: bool, unpad: bool, cuda: bool, processes: int = 1) -> None:
@@ -148,6 +149,7 @@ class GraphedStack:
         self.parameters = [p for p in self.stack.parameters() if p.requires_grad]
         self.of_one_kind = len({(p.dtype, p.device) for p in self.parameters}) == 1
         self.state = self._state()
+        self.gradients: Gradients | None = None
         self.lanes: list[Lane] = []
 
     def _state(self) -> list[Any]:
@@ -169,7 +171,8 @@ class GraphedStack:
         """One that no pass owns, and that has a recording or room for it."""
         lane = next((lane for lane in self.lanes if lane.free), None)
         if lane is None and len(self.lanes) < LANES:
-            self.lanes.append(lane := Lane(self.parameters))
+            self.gradients = self.gradients or Gradients(self.parameters)
+            self.lanes.append(lane := Lane(self.gradients))
         if lane is None or key in lane.recordings:
             return lane
         if len(lane.recordings) == LIMIT:
@@ -213,13 +216,56 @@ def _shape(value: Any) -> Any:
     return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else value
 
 
-class Lane:
-    """What recordings of one tower share: their memory, and where they leave the gradients of its parameters. Owned by one pass."""
+class Gradients:
+    """Where the recorded backward passes of a tower add: the parameters' own gradients, unless somebody else holds what is there."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self.whole = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        self.gradients = _unflatten_dense_tensors(self.whole, parameters)
+        self.parts = _unflatten_dense_tensors(self.whole, parameters)
+        self.alone = self._holders()
+
+    def _holders(self) -> int:
+        """Tensors in this memory."""
+        return int(torch._C._storage_Use_Count(self.whole.untyped_storage()._cdata))
+
+    @contextmanager
+    def added(self) -> Iterator[None]:
+        """What is added to `parts` inside is added to the gradients of the parameters."""
+        places = [(p, p.grad, part) for p, part in zip(self.parameters, self.parts, strict=True)]
+        others = [(p, was, part) for p, was, part in places if was is None or was.data_ptr() != part.data_ptr()]
+        if self._holders() > self.alone + len(places) - len(others):  # gradients that were put aside, as `gradients_apart` does
+            with self._lent():
+                yield
+            return
+        if len(others) == len(places):
+            self.whole.zero_()
+        else:
+            for _, _, part in others:
+                part.zero_()
+        for p, was, part in others:
+            p.grad = part.view_as(part) if was is None else part.view_as(part).copy_(was)
+        yield
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """The same where what is there has to be there again afterwards."""
+        kept = self.whole.clone()
+        self.whole.zero_()
+        try:
+            yield
+            new = _unflatten_dense_tensors(self.whole.clone(), self.parameters)
+        finally:
+            self.whole.copy_(kept)
+        for p, part in zip(self.parameters, new, strict=True):
+            p.grad = part if p.grad is None else p.grad.add_(part)
+
+
+class Lane:
+    """What recordings of one tower share: their memory, and where they leave the gradients of its parameters. Owned by one pass."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
         self._owner: weakref.ref[Any] | None = None
         self.forget()
 
@@ -240,16 +286,7 @@ class Lane:
         self._owner = weakref.ref(owner)
 
     def give_back(self) -> None:
-        """The pass is over: add its gradients to those of the parameters."""
         self._owner = None
-        if all(p.grad is None for p in self.parameters):
-            for parameter, gradient in zip(self.parameters, _unflatten_dense_tensors(self.whole.clone(), self.parameters), strict=True):
-                parameter.grad = gradient
-            return
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        torch._foreach_add_([p.grad for p in self.parameters if p.grad is not None], self.gradients)
 
 
 class _Pass:
@@ -270,7 +307,8 @@ class _Replay(torch.autograd.Function):
         lane: Lane = ctx.lane
         if not lane.owned_by(ctx.owner):
             raise RuntimeError("a second backward pass through towers with CUDA graphs; leave cuda_graphs out")
-        of_inputs = ctx.recording.replay_backward(gradients)
+        with lane.gradients.added():
+            of_inputs = ctx.recording.replay_backward(gradients)
         lane.give_back()
         return (None, None, None, *of_inputs)
 
@@ -301,27 +339,39 @@ def _others_in_place_of(parameters: Sequence[nn.Parameter], module: nn.Module) -
             part._parameters[name] = p
 
 
+@contextmanager
+def _gradients_dropped(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Gradients that a backward pass computes go as soon as they are there."""
+    hooks = [leaf.register_post_accumulate_grad_hook(_drop_gradient) for leaf in leaves]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drop_gradient(leaf: Tensor) -> None:
+    leaf.grad = None
+
+
 class Recording:
-    """The forward and backward pass of `call` for inputs of one shape. Gradients of `parameters` are left in the lane."""
+    """The forward and backward pass of `call` for inputs of one shape. Gradients of `parameters` are added where the lane has them."""
 
     def __init__(
         self, call: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter], lane: Lane
     ) -> None:
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        wanted = [*(tensor for tensor in self.inputs if tensor.requires_grad), *parameters]
         random = torch.cuda.get_rng_state()
         try:
-            found = self._capture(call, wanted, lane)
+            self._capture(call, parameters, lane)
         finally:
             torch.cuda.set_rng_state(random)
-        given = iter(found)
-        self.input_gradients = [next(given) if tensor.requires_grad else None for tensor in self.inputs]
 
-    def _capture(self, call: Callable[[Sequence[Tensor]], Any], wanted: Sequence[Tensor], lane: Lane) -> Sequence[Tensor]:
-        """Gradients of those inputs that have any."""
+    def _capture(self, call: Callable[[Sequence[Tensor]], Any], parameters: Sequence[nn.Parameter], lane: Lane) -> None:
         assert lane.pool is not None
         pool: Any = lane.pool.id
+        wanted = [*(tensor for tensor in self.inputs if tensor.requires_grad), *parameters]
         # other threads may copy and allocate meanwhile
         recorded = partial(torch.cuda.graph, pool=pool, stream=_stream(), capture_error_mode="thread_local")
         # weights change between replays, so each has to cast them anew
@@ -329,22 +379,20 @@ class Recording:
         with half, torch.autograd.set_multithreading_enabled(False):
             torch.cuda.empty_cache()  # where memory runs out in what follows, PyTorch does not do so by itself
             _stream().wait_stream(torch.cuda.current_stream())
-            with (
-                torch.cuda.stream(_stream()),
-                torch.cuda.use_mem_pool(lane.pool),
-            ):  # kernels are loaded and compiled before they are recorded
+            # kernels are loaded and compiled before they are recorded
+            with torch.cuda.stream(_stream()), torch.cuda.use_mem_pool(lane.pool), _gradients_dropped(wanted):
                 outputs = self._keep(call(self.inputs))
-                torch.autograd.grad(outputs, wanted, [torch.zeros_like(output) for output in outputs])
+                torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs], inputs=wanted)
                 del outputs
             with recorded(self.forward):
                 outputs = self._keep(call(self.inputs))
             self.output_gradients = [torch.zeros_like(output) for output in outputs]
+            for parameter, part in zip(parameters, lane.gradients.parts, strict=True):
+                parameter.grad = part  # which autograd adds to in place, one after the other
             with recorded(self.backward):
-                found = torch.autograd.grad(outputs, wanted, self.output_gradients)
-                count = len(wanted) - len(lane.parameters)
-                torch._foreach_copy_(lane.gradients, found[count:])
+                torch.autograd.backward(outputs, self.output_gradients, inputs=wanted)
         self.outputs = [output.detach() for output in outputs]  # without what the backward pass needs, which others may overwrite
-        return found[:count]
+        self.input_gradients = [tensor.grad for tensor in self.inputs]
 
     def _keep(self, result: Any) -> list[Tensor]:
         """The tensors of `call`'s result; of the result itself its form is kept, and what is no tensor."""
