@@ -12,6 +12,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from contaccum import ContAccumTrainer, dual_encoder
 from contaccum.data.training import load_training_set, negative_columns, with_hard_negatives
 from contaccum.methods import METHODS, build_loss, cut
+from contaccum.speed import unpad_towers
 
 
 def main(model_folder: str, data: str, output: str) -> None:
@@ -23,6 +24,8 @@ def main(model_folder: str, data: str, output: str) -> None:
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0  # processes draw apart
+            if processes > 1 and hard_negatives:
+                unpad_towers(model)  # which computes the same
             batches = cut(method, 16, 8 // processes, processes)
             loss = build_loss(method, model, batches, 20, 13, "cosine", scale=20.0, gather_across_devices=processes > 1)
             table, _ = with_hard_negatives(load_training_set(data), hard_negatives, seed=0)

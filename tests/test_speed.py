@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import functools
-import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +15,6 @@ from transformers import DistilBertConfig, ElectraConfig, RobertaConfig, XLMRobe
 
 from conftest import assert_close, texts, tiny_config
 from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
-from contaccum.config import TrainConfig
-from contaccum.logfile import read_log
-from contaccum.methods import cut, get_method
 from contaccum.speed import (
     REGIONS,
     UNPADDED,
@@ -34,8 +27,6 @@ from contaccum.speed import (
     uncompile_towers,
     unpad_towers,
 )
-from contaccum.train import _arguments, _workers, train
-from test_train import assert_bit_equal, final_state, options
 
 SHAPE = {"vocab_size": 70, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 CONFIGS = {
@@ -356,64 +347,3 @@ def test_positives_and_hard_negatives_share_a_forward_pass(tiny_encoder) -> None
     model[0].sub_modules["document"][0].register_forward_pre_hook(lambda module, arguments: calls.append(len(arguments[0]["input_ids"])))
     ContAccumLoss(model, bank_size=8)(columns(model, 6), None)
     assert calls == [12]
-
-
-# In training
-
-
-@pytest.fixture
-def fast(jsonl, model_folder, tmp_path, monkeypatch) -> Callable[..., TrainConfig]:
-    monkeypatch.setattr("contaccum.train.compile_towers", functools.partial(compile_towers, backend="aot_eager"))
-
-    def config(name: str, **changes: Any) -> TrainConfig:
-        return TrainConfig(**options(jsonl(64, negatives=3), model_folder, tmp_path / name, **{"epochs": 2, **changes}))
-
-    return config
-
-
-def test_training_with_fast_towers_resumes_bit_equal(fast, tmp_path) -> None:
-    resumes_bit_equal(lambda name: fast(name, torch_compile=True, unpad=True, keep_checkpoints=9), tmp_path)
-
-
-def resumes_bit_equal(config: Callable[[str], TrainConfig], folder: Path) -> None:
-    """A run of 16 updates, whole and gone on with from its eighth; `config(name)` writes to `folder / name`."""
-    whole, again = config("whole"), config("again")
-    train(whole)
-    shutil.copytree(folder / "whole", folder / "again")
-    for name in ("model", "summary.json", "checkpoints/checkpoint-16", "checkpoints/checkpoint-12"):
-        path = folder / "again" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    stored = (folder / "again" / "config.yaml").read_text().replace(whole.output, again.output)
-    (folder / "again" / "config.yaml").write_text(stored)
-    assert train(again, resume=True)["resumed_at_update"] == 8
-    assert_bit_equal(final_state(folder / "whole"), final_state(folder / "again"))
-
-
-def test_compiled_training_is_plain_training(fast, tmp_path) -> None:
-    for name, changes in {"plain": {}, "compiled": {"torch_compile": True}}.items():
-        train(fast(name, **changes))
-    plain, compiled = ([line["loss"] for line in read_log(tmp_path / name / "log.jsonl")] for name in ("plain", "compiled"))
-    assert compiled == pytest.approx(plain, rel=1e-3)
-
-
-def test_tokenising_ahead_changes_nothing(fast, tmp_path) -> None:
-    """Negatives are drawn anew in the second epoch, in whichever process."""
-    for name, workers in {"none": 0, "two": 2}.items():
-        train(fast(name, workers=workers))
-    assert_bit_equal(final_state(tmp_path / "none"), final_state(tmp_path / "two"))
-
-
-def test_defaults_of_a_run(fast) -> None:
-    config = fast("run")
-    assert _workers(config) == (2 if torch.cuda.is_available() else 0)
-    arguments = _arguments(config, cut(get_method(config.method), config.n_total, config.n_local), 1, 64, ["negative"])
-    assert arguments.optim == "adamw_torch_fused"
-    assert arguments.torch_compile is False  # would compile the whole model, and turn on TF32
-    assert arguments.accelerator_config.non_blocking is torch.cuda.is_available()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_tf32_without_a_gpu_is_one_clear_line(fast, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tf32 needs an NVIDIA GPU"):
-        train(fast("run", tf32=True))
-    assert not (tmp_path / "run").exists()

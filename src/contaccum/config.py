@@ -69,7 +69,10 @@ class TrainConfig:
     memory: str | None = option(None, "hold the CUDA allocator to this, as 11GB")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
     torch_compile: bool = option(False, "compile the towers' layers, which takes its time at the start")
-    unpad: bool = option(False, "compute no padding: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-RoBERTa")
+    unpad: bool | None = option(
+        None,
+        "compute no padding: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-RoBERTa; left out: in half precision on NVIDIA GPUs since Ampere",
+    )
     cuda_graphs: bool = option(False, "launch a tower's layers at once, for micro-batches too small to fill the GPU; the same encoders")
     tf32: bool = option(False, "fp32 matrix products with 10 bits of mantissa instead of 23, on NVIDIA GPUs since Ampere")
     seed: int = option(42, "seed of weights, order, dropout and drawn negatives")

@@ -124,6 +124,11 @@ def check_unpadded(precision: str, compiled: bool, cuda: bool) -> None:
         raise ValueError("unpad in half precision needs an NVIDIA GPU of the Ampere generation or later; leave it out")
 
 
+def unpads_by_itself(model: SentenceTransformer, precision: str) -> bool:
+    """Whether training leaves padding out unless told otherwise: where that is never slower than padding, so far as is known."""
+    return precision != "fp32" and has_flash_attention() and all(map(can_unpad, encoders(model)))
+
+
 def unpad_towers(model: SentenceTransformer) -> None:
     """Leave padding out in all towers; ValueError for an encoder that cannot."""
     if kinds := [encoder.config.model_type for encoder in encoders(model) if not can_unpad(encoder)]:

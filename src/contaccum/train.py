@@ -39,7 +39,7 @@ from contaccum.plan import planned
 from contaccum.provenance import provenance
 from contaccum.runlog import EpochOf, Progress, RunLog
 from contaccum.sizes import parse_bytes
-from contaccum.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers
+from contaccum.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
 from contaccum.towers import dual_encoder
 from contaccum.trainer import ContAccumTrainer, last_complete_checkpoint
 
@@ -48,12 +48,12 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     """Train as `config` says and return the summary. With `resume`, go on from the newest complete checkpoint."""
     config.check()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    _check_speed(config, torch.cuda.is_available(), processes)
     run = Path(config.output)
     main = int(os.environ.get("RANK", "0")) == 0
     auto = config.n_local == AUTO
     if resume:
         config = _as_resolved_before(run, config)
+    _check_speed(config, torch.cuda.is_available(), processes)
     checkpoint = _checkpoint_to_resume(run, config) if resume else None
     if not resume and main:
         _refuse_used_folder(run)
@@ -71,7 +71,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = _towers(config)
-    _prepare_towers(config, model)
+    config = _prepare_towers(config, model)
     loss = _loss(config, model, batches, processes)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
@@ -135,10 +135,13 @@ def _check_speed(config: TrainConfig, cuda: bool, processes: int) -> None:
     if config.unpad:
         check_unpadded(config.precision, config.torch_compile, cuda)
     if config.cuda_graphs:
-        check_graphs(config.gradient_checkpointing, config.unpad, cuda, processes)
+        check_graphs(config.gradient_checkpointing, bool(config.unpad), cuda, processes)
 
 
-def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> None:
+def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> TrainConfig:
+    """`config` with `unpad` as it was decided."""
+    if config.unpad is None:
+        config = replace(config, unpad=not config.cuda_graphs and unpads_by_itself(model, config.precision))
     if config.gradient_checkpointing:  # here: not every sentence-transformers takes it from every transformers' trainer
         for encoder in encoders(model):
             encoder.gradient_checkpointing_enable({"use_reentrant": False})
@@ -148,6 +151,7 @@ def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> None:
         compile_towers(model)
     if config.cuda_graphs:
         graph_towers(model)
+    return config
 
 
 def _loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, processes: int) -> ContAccumLoss:
@@ -223,6 +227,8 @@ def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
         config = replace(config, bank=stored.bank)
     if config.drift_correction == "auto":
         config = replace(config, drift_correction=stored.drift_correction)
+    if config.unpad is None:
+        config = replace(config, unpad=stored.unpad)
     return config
 
 
