@@ -156,6 +156,7 @@ def run_cell(cell: Cell, written: Path) -> dict[str, Any]:
         n_local=cell.n_local,
         max_seq_length=cell.tokens,
         precision=cell.precision,
+        unpad=False,  # as is predicted
         gradient_checkpointing=cell.checkpointing,
         hard_negatives=cell.hard_negatives,
         method=cell.method,
