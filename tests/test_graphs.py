@@ -257,9 +257,11 @@ def test_frozen_embeddings_and_gradients_that_are_there(tiny_encoder, by_hand) -
 
     def gradients() -> dict[str, Tensor]:
         model.zero_grad()
-        next(encoders(model)).encoder.layer[0].output.dense.weight.grad = torch.ones(16, 32)
+        weight = next(encoders(model)).encoder.layer[0].output.dense.weight
+        weight.grad = given = torch.ones(16, 32)
         for _ in range(2):
             model(dict(batch))["sentence_embedding"].square().sum().backward()
+        assert weight.grad is given
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     plain = gradients()

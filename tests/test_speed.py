@@ -318,6 +318,10 @@ def test_an_encoder_that_cannot_be_unpadded_says_so(tiny_encoder) -> None:
     assert not any(map(can_unpad, encoders(model)))
     with pytest.raises(ValueError, match="unpad=true is not possible for modernbert; it is for bert"):
         unpad_towers(model)
+    model = tiny_encoder()
+    next(encoders(model)).config.output_hidden_states = True
+    with pytest.raises(ValueError, match="unpad=true is not possible for an encoder that also gives what is inside its layers"):
+        unpad_towers(model)
 
 
 def test_what_the_device_cannot_do_unpadded_is_one_clear_line(monkeypatch) -> None:

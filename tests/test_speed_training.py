@@ -14,7 +14,7 @@ import torch
 from contaccum.config import TrainConfig, load_config
 from contaccum.logfile import read_log
 from contaccum.methods import cut, get_method
-from contaccum.speed import compile_towers, unpad_towers, unpads_by_itself
+from contaccum.speed import compile_towers, encoders, has_flash_attention, unpad_towers, unpads_by_itself
 from contaccum.train import _arguments, _workers, train
 from test_train import assert_bit_equal, final_state, options
 
@@ -82,6 +82,26 @@ def test_what_cannot_be_unpadded_is_padded_by_itself(tiny_encoder, monkeypatch) 
     monkeypatch.setattr("contaccum.speed.has_flash_attention", lambda: True)
     assert unpads_by_itself(tiny_encoder(), "fp16")
     assert not unpads_by_itself(tiny_encoder("modernbert"), "fp16")
+    model = tiny_encoder()
+    next(encoders(model)).config.output_hidden_states = True
+    assert not unpads_by_itself(model, "fp16")
+
+
+def test_flash_attention_is_nvidias_and_built(monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.backends.cuda.is_flash_attention_available", lambda: True)
+    monkeypatch.setattr("torch.version.hip", None)
+    assert has_flash_attention()
+    for name, value in {
+        "torch.cuda.is_available": lambda: False,
+        "torch.cuda.get_device_capability": lambda: (7, 5),
+        "torch.backends.cuda.is_flash_attention_available": lambda: False,
+        "torch.version.hip": "7.0",
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            assert not has_flash_attention()
 
 
 def test_defaults_of_a_run(fast) -> None:

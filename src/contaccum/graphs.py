@@ -32,7 +32,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
-from contaccum.speed import UNPADDABLE, attends_to_all, count_tokens, encoders, stacks, towers, uncount_tokens
+from contaccum.speed import UNPADDABLE, attends_to_all, count_tokens, encoders, shows_layers, stacks, towers, uncount_tokens
 
 MULTIPLE = 32  # tokens
 LANES = 2  # passes of one tower at a time: two where it serves queries and passages
@@ -47,7 +47,7 @@ def graph_towers(model: SentenceTransformer) -> None:
             raise ValueError(f"cuda_graphs=true is not possible for {encoder.config.model_type}; it is for {', '.join(UNPADDABLE)}")
         if encoder.config._attn_implementation != "sdpa":
             raise ValueError(f"cuda_graphs=true is not possible with {encoder.config._attn_implementation} attention; it is with sdpa")
-        if encoder.config.output_hidden_states or encoder.config.output_attentions:
+        if shows_layers(encoder):
             raise ValueError("cuda_graphs=true is not possible for an encoder that also gives what is inside its layers; leave it out")
     for tower in towers(model):
         count_tokens(tower)
@@ -232,19 +232,18 @@ class Gradients:
     @contextmanager
     def added(self) -> Iterator[None]:
         """What is added to `parts` inside is added to the gradients of the parameters."""
-        places = [(p, p.grad, part) for p, part in zip(self.parameters, self.parts, strict=True)]
-        others = [(p, was, part) for p, was, part in places if was is None or was.data_ptr() != part.data_ptr()]
-        if self._holders() > self.alone + len(places) - len(others):  # gradients that were put aside, as `gradients_apart` does
+        places = list(zip(self.parameters, self.parts, strict=True))
+        without = [(p, part) for p, part in places if p.grad is None]
+        elsewhere = any(p.grad is not None and p.grad.data_ptr() != part.data_ptr() for p, part in places)
+        put_aside = self._holders() > self.alone + len(places) - len(without)  # as by `gradients_apart`
+        if elsewhere or put_aside:
             with self._lent():
                 yield
             return
-        if len(others) == len(places):
+        if len(without) == len(places):
             self.whole.zero_()
-        else:
-            for _, _, part in others:
-                part.zero_()
-        for p, was, part in others:
-            p.grad = part.view_as(part) if was is None else part.view_as(part).copy_(was)
+        for p, part in without:
+            p.grad = part.view_as(part) if len(without) == len(places) else part.view_as(part).zero_()
         yield
 
     @contextmanager
@@ -257,8 +256,12 @@ class Gradients:
             new = _unflatten_dense_tensors(self.whole.clone(), self.parameters)
         finally:
             self.whole.copy_(kept)
+        there = [(p.grad, part) for p, part in zip(self.parameters, new, strict=True) if p.grad is not None]
+        if there:
+            torch._foreach_add_([gradient for gradient, _ in there], [part for _, part in there])
         for p, part in zip(self.parameters, new, strict=True):
-            p.grad = part if p.grad is None else p.grad.add_(part)
+            if p.grad is None:
+                p.grad = part
 
 
 class Lane:

@@ -121,18 +121,24 @@ def check_unpadded(precision: str, compiled: bool, cuda: bool) -> None:
     if cuda and precision == "fp32" and compiled:  # PyTorch's shape function of that kernel's backward pass misses an argument
         raise ValueError("unpad and torch_compile go together in half precision only; use precision bf16 or leave one of them out")
     if cuda and precision != "fp32" and not has_flash_attention():
-        raise ValueError("unpad in half precision needs an NVIDIA GPU of the Ampere generation or later; leave it out")
+        raise ValueError(
+            "unpad in half precision needs an NVIDIA GPU of the Ampere generation or later, and a PyTorch with flash attention; "
+            "leave it out, or resume a run that began with it on such a GPU"
+        )
 
 
 def unpads_by_itself(model: SentenceTransformer, precision: str) -> bool:
-    """Whether training leaves padding out unless told otherwise: where that is never slower than padding, so far as is known."""
-    return precision != "fp32" and has_flash_attention() and all(map(can_unpad, encoders(model)))
+    """Whether training leaves padding out unless told otherwise: where texts of one length take as long, and others less."""
+    able = all(can_unpad(encoder) and not shows_layers(encoder) for encoder in encoders(model))
+    return able and precision != "fp32" and has_flash_attention()
 
 
 def unpad_towers(model: SentenceTransformer) -> None:
     """Leave padding out in all towers; ValueError for an encoder that cannot."""
     if kinds := [encoder.config.model_type for encoder in encoders(model) if not can_unpad(encoder)]:
         raise ValueError(f"unpad=true is not possible for {kinds[0]}; it is for {', '.join(UNPADDABLE)}")
+    if any(map(shows_layers, encoders(model))):
+        raise ValueError("unpad=true is not possible for an encoder that also gives what is inside its layers; leave it out")
     AttentionInterface.register(UNPADDED, attention_unpadded)
     AttentionMaskInterface.register(UNPADDED, _no_mask)
     for tower in towers(model):
@@ -160,9 +166,15 @@ def attends_to_all(encoder: PreTrainedModel) -> bool:
     return encoder.config.model_type in UNPADDABLE and not getattr(encoder.config, "is_decoder", False)
 
 
+def shows_layers(encoder: PreTrainedModel) -> bool:
+    """Whether it also gives what its single layers gave."""
+    return bool(encoder.config.output_hidden_states or encoder.config.output_attentions)
+
+
 def has_flash_attention() -> bool:
-    """Whether PyTorch's variable-length kernel for half precision runs on the CUDA device."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+    """Whether PyTorch's variable-length kernel for half precision is there, and runs on the device, an NVIDIA GPU."""
+    built = torch.cuda.is_available() and torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability()[0] >= 8
 
 
 def count_tokens(tower: Transformer) -> None:

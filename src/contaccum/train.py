@@ -53,8 +53,8 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     auto = config.n_local == AUTO
     if resume:
         config = _as_resolved_before(run, config)
-    _check_speed(config, torch.cuda.is_available(), processes)
     checkpoint = _checkpoint_to_resume(run, config) if resume else None
+    _check_speed(config, torch.cuda.is_available(), processes)
     if not resume and main:
         _refuse_used_folder(run)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
