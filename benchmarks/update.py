@@ -1,18 +1,22 @@
-"""Time of one update by bank and by samples per update, ours against gradient accumulation, GradCache and the paper's own way.
+"""Time and memory of one update by bank and by samples per update: ours, gradient accumulation, GradCache, sentence-transformers' losses
+and the paper's own way.
 
-    python benchmarks/update.py --json results/update-h200.json     # needs a CUDA device; a quarter of an hour on an H200
-    python benchmarks/update.py --draw results/update-h200.json     # docs/update-by-bank-fp32.svg, .png, ...
+    python benchmarks/update.py --json results/update-h200.json     # a quarter of an hour on an H200
+    python benchmarks/update.py --models bert-base minilm-l6 --n-local 8 32 --precisions fp32 --rounds 2 --json results/update-h200.json
+    python benchmarks/update.py --draw results/update-h200.json     # docs/update-bert-base-n8-by-bank-fp32.svg, .png, ...
 
 BERT-base towers, texts of 256 tokens, one hard negative, n = 8. By bank: 512 samples per update. By samples: a bank of 1,024, fp32.
-gradaccum and gradcache have no bank and are measured once; contaccum with the drift correction (our default) and the paper's own way, whose
-whole matrix would take 34 GB, up to a bank of 8,192. Towers run eagerly, as they do in all of these.
+Ways without a bank are measured once; contaccum with the drift correction (our default) and the paper's own way, whose whole matrix would
+take 34 GB, up to a bank of 8,192. Towers run eagerly, as they do in all of these.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from contaccum.report.svg import save
 SEED = 0
 BANKS = (1024, 8192, 65536)
 TOTALS = (8, 16, 32, 64, 128, 256, 512)
-COMPARED = {
+DRAWN = {
     "gradaccum": "gradaccum",
     "contaccum": "contaccum, paper's bank",
     "contaccum (default)": "contaccum, default",
@@ -45,7 +49,8 @@ Row = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="bert-base", choices=SIZES)
+    parser.add_argument("--models", nargs="+", default=["bert-base"], choices=SIZES)
+    parser.add_argument("--n-local", type=int, nargs="+", default=[8], help="samples per micro-batch")
     parser.add_argument("--n-total", type=int, default=512, help="samples per update, by bank")
     parser.add_argument("--banks", type=int, nargs="+", default=list(BANKS))
     parser.add_argument("--totals", type=int, nargs="*", default=list(TOTALS), help="samples per update; none: only by bank")
@@ -62,12 +67,16 @@ def main() -> None:
         return
     torch.set_float32_matmul_precision("highest")  # no TF32
     shape = {"query_tokens": args.query_tokens, "passage_tokens": args.passage_tokens}
-    parts = [("by_bank", by_bank(args.n_total, args.banks, precision, shape)) for precision in args.precisions]
-    parts.append(("by_samples", by_samples(args.totals, args.banks[0], shape)))
+    parts = []
+    for model, n in itertools.product(args.models, args.n_local):
+        works = {precision: Workload(n_local=n, precision=precision, **shape) for precision in PRECISIONS}
+        parts += [(model, "by_bank", by_bank(works[precision], args.n_total, args.banks)) for precision in args.precisions]
+        parts.append((model, "by_samples", by_samples(works["fp32"], args.totals, args.banks[0])))
     found: dict[str, list[Row]] = {"by_bank": [], "by_samples": []}
-    for name, cases in parts:
+    for model, name, cases in parts:
         if chosen := list(cases):
-            rows = measure_cases(args.model, chosen, args.rounds, updates=1, seed=SEED, say=partial(print, flush=True))
+            print(f"{model}, n = {chosen[0].work.n_local}")
+            rows = measure_cases(model, chosen, args.rounds, updates=1, seed=SEED, say=partial(print, flush=True))
             show_table(table(rows))
             found[name] += rows
             if args.json:
@@ -75,39 +84,46 @@ def main() -> None:
                 args.json.write_text(json.dumps({"provenance": provenance(SEED), **found}, indent=1) + "\n", encoding="utf-8")
 
 
-def by_bank(n_total: int, banks: Sequence[int], precision: str, shape: dict[str, Any]) -> Iterable[Case]:
-    for way in COMPARED:
-        for bank in banks if WAYS[way].banked else [0]:
-            if way not in SQUARE or bank <= SQUARE_UP_TO:
-                yield Case(way, Workload(n_total, bank=bank, precision=precision, **shape))
+def by_bank(work: Workload, n_total: int, banks: Sequence[int]) -> Iterable[Case]:
+    for name, way in WAYS.items():
+        for bank in banks if way.banked else [0]:
+            if name not in SQUARE or bank <= SQUARE_UP_TO:
+                yield Case(name, replace(work, n_total=n_total, bank=bank))
 
 
-def by_samples(totals: Sequence[int], bank: int, shape: dict[str, Any]) -> Iterable[Case]:
+def by_samples(work: Workload, totals: Sequence[int], bank: int) -> Iterable[Case]:
     for n_total in totals:
-        yield from (Case(way, Workload(n_total, bank=bank, **shape)) for way in COMPARED)
+        if n_total % work.n_local == 0:
+            yield from (Case(way, replace(work, n_total=n_total, bank=bank)) for way in WAYS)
 
 
 def draw(content: dict[str, list[Row]], folder: Path) -> None:
-    for precision in sorted({row["precision"] for row in content["by_bank"]}):
-        rows = [row for row in content["by_bank"] if row["precision"] == precision]
-        banks = sorted({row["bank"] for row in rows if row["banked"]})
-        figure = drawn(rows, "bank", banks)
-        figure.axes[0].set_xscale("log", base=2)
-        figure.axes[0].set_xticks(banks, [f"{bank:,}" for bank in banks])
-        save(figure, folder, f"update-by-bank-{precision}")
-    if content["by_samples"]:
-        save(drawn(content["by_samples"], "n_total", []), folder, "update-by-samples")
+    for part, x in (("by_bank", "bank"), ("by_samples", "n_total")):
+        for (model, n, precision), rows in grouped(content[part]).items():
+            banks = sorted({row["bank"] for row in rows if row["banked"]}) if x == "bank" else []
+            figure = drawn(rows, x, banks)
+            if banks:
+                figure.axes[0].set_xscale("log", base=2)
+                figure.axes[0].set_xticks(banks, [f"{bank:,}" for bank in banks])
+            save(figure, folder, f"update-{model}-n{n}-{part.replace('_', '-')}-{precision}")
+
+
+def grouped(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[Row]]:
+    groups: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["n_local"], row["precision"]), []).append(row)
+    return groups
 
 
 def drawn(rows: Sequence[Row], x: str, banks: Sequence[int]) -> Any:
-    """A line per way, without those that ran out of memory; over `banks` a way without one is level."""
-    found: dict[str, list[tuple[float, float, float, float]]] = {way: [] for way in COMPARED}
+    """A line per way of `DRAWN`, without what ran out of memory; over `banks` a way without one is level."""
+    found: dict[str, list[tuple[float, float, float, float]]] = {way: [] for way in DRAWN}
     for row in rows:
-        if not row["failed"]:
+        if row["way"] in DRAWN and not row["failed"]:
             places = banks if banks and not row["banked"] else [row[x]]
             found[row["way"]] += [(place, row["seconds"], min(row["all_seconds"]), max(row["all_seconds"])) for place in places]
     series = [
-        Series(slot, COMPARED[way], *([point[i] for point in sorted(points)] for i in range(4)))
+        Series(slot, DRAWN[way], *([point[i] for point in sorted(points)] for i in range(4)))
         for slot, (way, points) in enumerate(found.items())
         if points
     ]
