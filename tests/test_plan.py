@@ -222,31 +222,54 @@ def test_verification_goes_down_or_up_to_the_largest_that_runs(monkeypatch: pyte
         assert len(tried) == len(set(tried)) <= 5
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_checkpointing_is_taken_where_it_was_measured_to_be_faster(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("quickest", ["plain", "checkpointing", "graphs"])
+def test_the_fastest_of_what_was_tried_is_the_plan(quickest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(config: TrainConfig, room: int, query_tokens: int | None) -> Measured:
-        rate = 3.0 if config.gradient_checkpointing and quick else 2.0 - config.gradient_checkpointing
-        return Measured(config.n_local, config.gradient_checkpointing, 1, 1, rate)
+        name = "checkpointing" if config.gradient_checkpointing else "graphs" if config.cuda_graphs else "plain"
+        rate = 9.0 if name == quickest else {"plain": 2.0, "checkpointing": 3.0, "graphs": 4.0}[name]
+        return Measured(config.n_local, config.gradient_checkpointing, 1, 1, rate, config.cuda_graphs)
 
     monkeypatch.setattr("contaccum.plan.measure.try_in_process", attempt)
     said: list[str] = []
     planner = Planner(Predictor(asked("200MB")), 200_000_000, say=said.append)
     fit = planner.largest(asked("200MB"))
     assert fit is not None
-    found = faster(verified(Plan(fit.config, 200_000_000, fit.prediction), planner), planner)
-    assert found.config.gradient_checkpointing is quick
+    plain = verified(Plan(fit.config, 200_000_000, fit.prediction), planner)
+    found = faster(plain, planner)
+    assert (found.config.gradient_checkpointing, found.config.cuda_graphs) == (quickest == "checkpointing", quickest == "graphs")
     assert found.measured is not None
-    assert found.slower is not None
-    assert (found.measured.gradient_checkpointing, found.slower.gradient_checkpointing) == (quick, not quick)
+    assert found.measured.samples_per_second == 9.0
     assert found.prediction == planner.predict(found.config).prediction
-    told = text(found)
-    assert f"measured with n = {found.config.n_local}" in told
-    assert f"slower with n = {found.slower.n_local}" in told
-    assert found.as_dict()["slower"]["samples_per_second"] == (2.0 if quick else 1.0)
-    assert said[0] == f"tried n = {fit.config.n_local}: 2 samples/s"
-    assert (
-        f"tried n = {max(found.measured.n_local, found.slower.n_local)} with gradient checkpointing: {3 if quick else 1} samples/s" in said
-    )
+    n = plain.config.n_local
+    larger = max(measured.n_local for measured in (found.measured, *found.slower))
+    assert larger > n
+    names = {"plain": f"n = {n}", "graphs": f"n = {n} and CUDA graphs", "checkpointing": f"n = {larger} and gradient checkpointing"}
+    told = text(found).splitlines()
+    assert [line.split(":")[0] for line in told if line.startswith("measured")] == [f"measured with {names[quickest]}"]
+    assert [line.split(":")[0] for line in told if line.startswith("slower")] == [
+        f"slower with {names[name]}" for name in names if name != quickest
+    ]
+    assert ("--cuda-graphs" in told[-1], "--gradient-checkpointing" in told[-1]) == (quickest == "graphs", quickest == "checkpointing")
+    assert len(found.as_dict()["slower"]) == 2
+    assert said[0].startswith(f"tried n = {fit.config.n_local}: ")
+    assert [line.split(":")[0] for line in said if "graphs" in line] == [f"tried {names['graphs']}"]
+
+
+def test_what_cannot_be_tried_beside_a_plan_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attempt(config: TrainConfig, *args: Any) -> Measured | None:
+        if config.cuda_graphs:
+            raise RuntimeError("measuring failed: no graphs today")
+        return Measured(config.n_local, config.gradient_checkpointing, 1, 1, 1.0) if not config.gradient_checkpointing else None
+
+    monkeypatch.setattr("contaccum.plan.measure.try_in_process", attempt)
+    planner = Planner(Predictor(asked("200MB")), 200_000_000)
+    fit = planner.largest(asked("200MB"))
+    assert fit is not None
+    plan = verified(Plan(fit.config, 200_000_000, fit.prediction), planner)
+    with pytest.warns(UserWarning, match="which may be faster, could not be tried") as warned:
+        assert faster(plan, planner) == plan
+    assert ["no graphs today" in str(w.message) for w in warned] == [True, False]
+    assert "and gradient checkpointing" in str(warned[1].message)
 
 
 def test_a_plan_tells_the_command_that_trains_so(

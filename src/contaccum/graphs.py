@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from contaccum.speed import UNPADDABLE, attends_to_all, count_tokens, encoders, shows_layers, stacks, towers, uncount_tokens
 
@@ -43,11 +43,11 @@ _TENSOR = object()
 def graph_towers(model: SentenceTransformer) -> None:
     """Record and replay the layers of all towers in training; ValueError for an encoder that cannot."""
     for encoder in encoders(model):
-        if not attends_to_all(encoder):
+        if not attends_to_all(encoder.config):
             raise ValueError(f"cuda_graphs=true is not possible for {encoder.config.model_type}; it is for {', '.join(UNPADDABLE)}")
         if encoder.config._attn_implementation != "sdpa":
             raise ValueError(f"cuda_graphs=true is not possible with {encoder.config._attn_implementation} attention; it is with sdpa")
-        if shows_layers(encoder):
+        if shows_layers(encoder.config):
             raise ValueError("cuda_graphs=true is not possible for an encoder that also gives what is inside its layers; leave it out")
     for tower in towers(model):
         count_tokens(tower)
@@ -55,6 +55,11 @@ def graph_towers(model: SentenceTransformer) -> None:
         tower.auto_model.forward = types.MethodType(_forward_padded, tower.auto_model)
         for stack, _ in stacks(tower.auto_model):
             stack.forward = GraphedStack(stack)
+
+
+def can_graph(config: PretrainedConfig) -> bool:
+    """Whether `graph_towers` can record such an encoder, with the attention that it comes with."""
+    return attends_to_all(config) and not shows_layers(config)
 
 
 def ungraph_towers(model: SentenceTransformer) -> None:

@@ -23,7 +23,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Transformer
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 UNPADDED = "contaccum_unpadded"
 COUNTS = "token_counts"  # the feature's name
@@ -129,7 +129,7 @@ def check_unpadded(precision: str, compiled: bool, cuda: bool) -> None:
 
 def unpads_by_itself(model: SentenceTransformer, precision: str) -> bool:
     """Whether training leaves padding out unless told otherwise: where texts of one length take as long, and others less."""
-    able = all(can_unpad(encoder) and not shows_layers(encoder) for encoder in encoders(model))
+    able = all(can_unpad(encoder) and not shows_layers(encoder.config) for encoder in encoders(model))
     return able and precision != "fp32" and has_flash_attention()
 
 
@@ -137,7 +137,7 @@ def unpad_towers(model: SentenceTransformer) -> None:
     """Leave padding out in all towers; ValueError for an encoder that cannot."""
     if kinds := [encoder.config.model_type for encoder in encoders(model) if not can_unpad(encoder)]:
         raise ValueError(f"unpad=true is not possible for {kinds[0]}; it is for {', '.join(UNPADDABLE)}")
-    if any(map(shows_layers, encoders(model))):
+    if any(shows_layers(encoder.config) for encoder in encoders(model)):
         raise ValueError("unpad=true is not possible for an encoder that also gives what is inside its layers; leave it out")
     AttentionInterface.register(UNPADDED, attention_unpadded)
     AttentionMaskInterface.register(UNPADDED, _no_mask)
@@ -157,18 +157,18 @@ def repad_towers(model: SentenceTransformer) -> None:
 
 def can_unpad(encoder: PreTrainedModel) -> bool:
     config = encoder.config
-    known = config._attn_implementation in ("sdpa", UNPADDED) and attends_to_all(encoder)
+    known = config._attn_implementation in ("sdpa", UNPADDED) and attends_to_all(config)
     return known and config.hidden_size // config.num_attention_heads % HEAD_WIDTHS == 0
 
 
-def attends_to_all(encoder: PreTrainedModel) -> bool:
+def attends_to_all(config: PretrainedConfig) -> bool:
     """Whether it is one of the known encoders, and no decoder."""
-    return encoder.config.model_type in UNPADDABLE and not getattr(encoder.config, "is_decoder", False)
+    return config.model_type in UNPADDABLE and not getattr(config, "is_decoder", False)
 
 
-def shows_layers(encoder: PreTrainedModel) -> bool:
-    """Whether it also gives what its single layers gave."""
-    return bool(encoder.config.output_hidden_states or encoder.config.output_attentions)
+def shows_layers(config: PretrainedConfig) -> bool:
+    """Whether such an encoder also gives what its single layers gave."""
+    return bool(config.output_hidden_states or config.output_attentions)
 
 
 def has_flash_attention() -> bool:

@@ -85,9 +85,10 @@ def text(plan: Plan) -> str:
 
     config, prediction = plan.config, plan.prediction
     checkpointing = "gradient checkpointing" if config.gradient_checkpointing else "no gradient checkpointing"
+    graphs = ", CUDA graphs" if config.cuda_graphs else ""
     bank = f"bank = {plan.bank:,} ({prediction.bank_bytes / 1e6:.0f} MB)" if plan.bank else "no bank"
     lines = [
-        f"{config.method}: n = {config.n_local}, K = {plan.micro_batches}, {bank}, {config.precision}, {checkpointing}",
+        f"{config.method}: n = {config.n_local}, K = {plan.micro_batches}, {bank}, {config.precision}, {checkpointing}{graphs}",
         f"expected peak {gigabytes(prediction.peak_bytes)} of {gigabytes(plan.memory_bytes)}, {MARGIN:.0%} of which are kept free:",
     ]
     parts = sorted(prediction.parts.items(), key=lambda part: -part[1])
@@ -119,7 +120,7 @@ def _command(config: TrainConfig) -> str:
             "bank",
             "query_bank",
         ),
-        *("bank_dtype", "drift_correction", "hard_negatives", "precision", "gradient_checkpointing", "torch_compile"),
+        *("bank_dtype", "drift_correction", "hard_negatives", "precision", "gradient_checkpointing", "torch_compile", "cuda_graphs"),
     ):
         value, flag = getattr(replace(config, bank=bank), name), f"--{name.replace('_', '-')}"
         if name == "n_local" or value != getattr(TrainConfig, name):
@@ -128,15 +129,11 @@ def _command(config: TrainConfig) -> str:
 
 
 def _speed(plan: Plan) -> str:
-    from contaccum.plan import gigabytes
+    from contaccum.plan import gigabytes, way
 
     if plan.measured is None:
         return "speed is not predicted; the peak has not been measured here"
-    said = []
-    for verb, found in (("measured", plan.measured), ("slower", plan.slower)):
-        if found is not None:
-            how = f"n = {found.n_local}" + (" and gradient checkpointing" if found.gradient_checkpointing else "")
-            said.append(
-                f"{verb} with {how}: peak {gigabytes(found.peak_bytes)}, {found.samples_per_second:.0f} samples/s over a few updates"
-            )
-    return "\n".join(said)
+    return "\n".join(
+        f"{verb} with {way(found)}: peak {gigabytes(found.peak_bytes)}, {found.samples_per_second:.0f} samples/s over a few updates"
+        for verb, found in [("measured", plan.measured), *(("slower", found) for found in plan.slower)]
+    )

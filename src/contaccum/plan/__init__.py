@@ -2,8 +2,8 @@
 
 1. `Predictor` predicts the peak of a configuration (see `contaccum.plan.update` for what is counted).
 2. Micro-batch sizes are the divisors of an update; the largest whose peak leaves `MARGIN` of the memory free is taken.
-3. Where not even one sample fits, gradient checkpointing is switched on; where the plan is tried out on a GPU, also where it is faster:
-   larger micro-batches may make up for the second forward pass, most of all on a GPU that small ones cannot fill.
+3. Where not even one sample fits, gradient checkpointing is switched on. Where the plan is tried out on a GPU that its micro-batches cannot
+   fill, two ways may be faster, and are where they were measured to be: larger micro-batches by gradient checkpointing, or CUDA graphs.
 4. The same is asked of half precision, checkpointing and one tower for both, to say what they would buy.
 """
 
@@ -51,6 +51,7 @@ class Measured:
     peak_bytes: int  # reserved
     allocated_bytes: int
     samples_per_second: float
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Plan:
     prediction: Prediction
     more: list[Alternative] = field(default_factory=list)
     measured: Measured | None = None
-    slower: Measured | None = None  # the same with, or without, gradient checkpointing
+    slower: list[Measured] = field(default_factory=list)  # what was tried beside it
 
     @property
     def micro_batches(self) -> int:
@@ -72,7 +73,8 @@ class Plan:
         return self.config.bank_size if get_method(self.config.method).bank else 0
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("model", "method", "n_total", "n_local", "hard_negatives", "max_seq_length", "precision", "gradient_checkpointing", "tied")
+        names = ["model", "method", "n_total", "n_local", "hard_negatives", "max_seq_length", "precision", "tied"]
+        names += ["gradient_checkpointing", "cuda_graphs"]
         return {
             **{name: getattr(self.config, name) for name in names},
             "micro_batches": self.micro_batches,
@@ -81,7 +83,8 @@ class Plan:
             "margin": MARGIN,
             **vars(self.prediction),
             "more": [vars(alternative) for alternative in self.more],
-            **{name: None if found is None else vars(found) for name, found in (("measured", self.measured), ("slower", self.slower))},
+            "measured": None if self.measured is None else vars(self.measured),
+            "slower": [vars(found) for found in self.slower],
         }
 
 
@@ -144,7 +147,7 @@ def plan(
         apart: for `HalvingTrainer`, which keeps each micro-step's gradients apart until it has succeeded.
         alternatives: also look for what would allow a larger micro-batch.
         verify: where there is a CUDA device, run real updates and take the largest micro-batch size that they allow, with gradient
-            checkpointing where that is faster. A given `n_local` is tried as it is.
+            checkpointing or CUDA graphs where that is faster. A given `n_local` is tried as it is.
         say: is told what was tried, which takes a while each.
     """
     config = with_bank(config)
@@ -231,7 +234,7 @@ def _changes(planner: Planner, config: TrainConfig) -> Iterator[tuple[str, Train
     recompute = "one more forward pass"
     if config.precision == "fp32":
         yield "--precision bf16", half, "half precision"
-    if not config.gradient_checkpointing and planner.predictor.can_checkpoint:
+    if not config.gradient_checkpointing and _may_checkpoint(planner, config):
         yield "--gradient-checkpointing", replace(config, gradient_checkpointing=True), recompute
         if config.precision == "fp32":
             yield "--precision bf16 --gradient-checkpointing", replace(half, gradient_checkpointing=True), f"half precision; {recompute}"
@@ -241,6 +244,12 @@ def _changes(planner: Planner, config: TrainConfig) -> Iterator[tuple[str, Train
 
 def _room(planner: Planner) -> str:
     return f"more than {1 - MARGIN:.0%} of {gigabytes(planner.memory_bytes)}"
+
+
+def way(found: TrainConfig | Measured) -> str:
+    """How a micro-batch is computed, as plans tell it."""
+    marks = [" and gradient checkpointing"] * found.gradient_checkpointing + [" and CUDA graphs"] * found.cuda_graphs
+    return f"n = {found.n_local}{''.join(marks)}"
 
 
 def gigabytes(size: int) -> str:

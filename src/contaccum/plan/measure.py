@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from contaccum.config import TrainConfig, with_bank
 from contaccum.logfile import read_log
 from contaccum.methods import get_method
-from contaccum.plan import Measured, Plan, Planner
+from contaccum.plan import Fit, Measured, Plan, Planner, way
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = 50
@@ -27,23 +28,24 @@ UPDATES = 4
 DOUBT = 1.2  # a prediction this far above the room is believed
 
 
-def verified(plan: Plan, planner: Planner, fixed: bool = False) -> Plan:
+def verified(plan: Plan, planner: Planner, fixed: bool = False, larger: bool = True) -> Plan:
     """`plan` with the largest micro-batch size whose real updates fit in the planned part of the memory, and what they took.
 
-    Begins with the predicted size. Where memory runs out, the smaller ones are bisected, else larger ones are tried that may fit after all.
-    `fixed`: tries that size alone.
+    Begins with the predicted size. Where memory runs out, the smaller ones are bisected, else with `larger` those are tried that may fit
+    after all. `fixed`: tries that size alone.
     """
     sizes = [plan.config.n_local] if fixed else planner.sizes(plan.config)
     first = sizes.index(plan.config.n_local)
 
     def attempt(place: int) -> Measured | None:
-        found = try_in_process(replace(plan.config, n_local=sizes[place]), planner.room, planner.query_tokens)
-        how = f"n = {sizes[place]}{' with gradient checkpointing' if plan.config.gradient_checkpointing else ''}"
-        planner.say(f"tried {how}: " + (f"{found.samples_per_second:.0f} samples/s" if found is not None else "memory ran out"))
+        config = replace(plan.config, n_local=sizes[place])
+        found = try_in_process(config, planner.room, planner.query_tokens)
+        planner.say(f"tried {way(config)}: " + (f"{found.samples_per_second:.0f} samples/s" if found is not None else "memory ran out"))
         return found
 
     best = attempt(first)
-    low, high = (first + 1, len(sizes)) if best is not None else (0, first)  # between them lies the smallest that does not fit
+    # between them lies the smallest that does not fit
+    low, high = (first + 1, len(sizes) if larger else first + 1) if best is not None else (0, first)
     while low < high:
         place = low if low > first else (low + high) // 2
         if place > first and not _may_fit(planner, plan, sizes[place]):
@@ -58,21 +60,33 @@ def verified(plan: Plan, planner: Planner, fixed: bool = False) -> Plan:
 
 
 def faster(plan: Plan, planner: Planner) -> Plan:
-    """The verified `plan`, or the one with gradient checkpointing and larger micro-batches, if its updates were faster."""
-    if plan.config.gradient_checkpointing or not planner.predictor.can_checkpoint or plan.measured is None:
-        return plan
-    found = planner.largest(replace(plan.config, gradient_checkpointing=True))
-    if found is None or found.config.n_local <= plan.config.n_local:
-        return plan
-    try:
-        other = verified(Plan(found.config, plan.memory_bytes, found.prediction), planner)
-    except (RuntimeError, ValueError) as error:
-        warnings.warn(f"gradient checkpointing, which may be faster, could not be tried: {error}", stacklevel=2)
-        return plan
-    assert other.measured is not None
-    if other.measured.samples_per_second > plan.measured.samples_per_second:
-        return replace(other, slower=plan.measured)
-    return replace(plan, slower=other.measured)
+    """The verified `plan`, or one whose updates were faster: with CUDA graphs, or with gradient checkpointing and larger micro-batches."""
+    plans = [plan]
+    for fit in _others(plan.config, planner):
+        try:
+            # what does not fit without CUDA graphs does not with them
+            plans.append(verified(Plan(fit.config, plan.memory_bytes, fit.prediction), planner, larger=not fit.config.cuda_graphs))
+        except (RuntimeError, ValueError) as error:
+            warnings.warn(f"{way(fit.config)}, which may be faster, could not be tried: {error}", stacklevel=2)
+    best = max(plans, key=_rate)
+    return replace(best, slower=[other.measured for other in plans if other is not best and other.measured is not None])
+
+
+def _rate(plan: Plan) -> float:
+    return 0.0 if plan.measured is None else plan.measured.samples_per_second
+
+
+def _others(config: TrainConfig, planner: Planner) -> Iterator[Fit]:
+    from contaccum.graphs import can_graph
+
+    if config.gradient_checkpointing or config.cuda_graphs:
+        return
+    if planner.processes == 1 and all(map(can_graph, planner.predictor.configs)):
+        yield planner.predict(replace(config, cuda_graphs=True))  # of towers without
+    if planner.predictor.can_checkpoint:
+        found = planner.largest(replace(config, gradient_checkpointing=True))
+        if found is not None and found.config.n_local > config.n_local:
+            yield found
 
 
 def _may_fit(planner: Planner, plan: Plan, n_local: int) -> bool:
@@ -124,6 +138,7 @@ def measure(config: TrainConfig, query_tokens: int | None = None, updates: int =
     return Measured(
         n_local=config.n_local,
         gradient_checkpointing=config.gradient_checkpointing,
+        cuda_graphs=config.cuda_graphs,
         peak_bytes=torch.cuda.max_memory_reserved(),
         allocated_bytes=torch.cuda.max_memory_allocated(),
         samples_per_second=statistics.median(rates[1:] or rates),  # the first update warms up
