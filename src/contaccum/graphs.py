@@ -240,8 +240,8 @@ class Gradients:
         places = list(zip(self.parameters, self.parts, strict=True))
         without = [(p, part) for p, part in places if p.grad is None]
         elsewhere = any(p.grad is not None and p.grad.data_ptr() != part.data_ptr() for p, part in places)
-        put_aside = self._holders() > self.alone + len(places) - len(without)  # as by `gradients_apart`
-        if elsewhere or put_aside:
+        held = self._holders() > self.alone + len(places) - len(without)  # by somebody else, and not to be written to
+        if elsewhere or held:
             with self._lent():
                 yield
             return

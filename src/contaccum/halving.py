@@ -115,6 +115,9 @@ def gradients_apart(model: nn.Module) -> Iterator[None]:
         p.grad = None
     try:
         yield
+        for p, gradient in zip(parameters, earlier, strict=True):
+            if gradient is None and p.grad is not None and p.grad.untyped_storage().nbytes() > p.grad.nbytes:
+                p.grad = p.grad.clone()  # part of a larger tensor, where recorded layers will add the next micro-batch's
     except BaseException:
         for p, gradient in zip(parameters, earlier, strict=True):
             p.grad = gradient
