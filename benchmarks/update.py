@@ -1,7 +1,7 @@
 """Time and memory of one update by bank and by samples per update: ours, gradient accumulation, GradCache, sentence-transformers' losses
 and the paper's own way.
 
-    python benchmarks/update.py --json results/update-h200.json     # a quarter of an hour on an H200
+    python benchmarks/update.py --json results/update-h200.json
     python benchmarks/update.py --models bert-base minilm-l6 --n-local 8 32 --precisions fp32 --rounds 2 --json results/update-h200.json
     python benchmarks/update.py --draw results/update-h200.json     # docs/update-bert-base-n8-by-bank-fp32.svg, .png, ...
 

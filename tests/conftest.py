@@ -116,3 +116,12 @@ def model_folder(tokenizer_folder: str, tmp_path_factory: pytest.TempPathFactory
     AutoModel.from_config(tiny_config()).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are recorded and replayed by a stand-in, without a GPU."""
+    from replayed import ReplayedByHand
+
+    monkeypatch.setattr("contaccum.graphs.Recording", ReplayedByHand)
+    monkeypatch.setattr("contaccum.graphs.can_record", lambda inputs: True)

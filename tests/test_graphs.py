@@ -6,7 +6,6 @@ What is really recorded needs a GPU: tests/test_graphs_gpu.py.
 from __future__ import annotations
 
 import gc
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,74 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from conftest import assert_close, tiny_config
-from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder, graphs
+from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
 from contaccum.config import TrainConfig
 from contaccum.graphs import (
     LANES,
     MULTIPLE,
-    Gradients,
-    GraphedStack,
-    Lane,
-    Recording,
     check_graphs,
     forget_recordings,
     graph_towers,
     ungraph_towers,
 )
-from contaccum.halving import gradients_apart
-from contaccum.speed import encoders, stacks
+from contaccum.speed import encoders
 from contaccum.train import train
+from replayed import graphed
 from test_speed import CONFIGS, columns, step
 from test_train import options
-
-
-def graphed(model: nn.Module) -> list[GraphedStack]:
-    return [stack.forward for encoder in encoders(model) for stack, _ in stacks(encoder)]
-
-
-class ReplayedByHand(Recording):
-    """Computes what is recorded, and reads and writes only the places that a recording has."""
-
-    def __init__(self, call: Any, inputs: Any, parameters: Any, lane: Lane) -> None:
-        self.call, self.lane = call, lane
-        assert not gc.isenabled()
-        self.parameters = lane.gradients.parameters
-        assert [p.data_ptr() for p in parameters] == [p.data_ptr() for p in self.parameters]
-        assert not any(mine is its for mine, its in zip(parameters, self.parameters, strict=True))
-        self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
-        with torch.enable_grad():
-            self.outputs = [output.detach() for output in self._keep(call(self.inputs))]
-        self.output_gradients = [torch.zeros_like(output) for output in self.outputs]
-        self.input_gradients = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in self.inputs]
-
-    def replay_forward(self, inputs: Any) -> list[Tensor]:
-        with torch.no_grad():
-            for place, tensor in zip(self.inputs, inputs, strict=True):
-                place.copy_(tensor)
-        with torch.enable_grad():
-            self.lane.alive = self, self._keep(self.call(self.inputs))  # of this lane's last pass alone
-        for place, output in zip(self.outputs, self.lane.alive[1], strict=True):
-            place.copy_(output.detach())
-        return self.outputs
-
-    def replay_backward(self, gradients: Any) -> Any:
-        recording, outputs = self.lane.alive
-        assert recording is self
-        for place, gradient in zip(self.output_gradients, gradients, strict=True):
-            place.copy_(gradient)
-        given = [tensor for tensor in self.inputs if tensor.requires_grad]
-        found = torch.autograd.grad(outputs, [*given, *self.parameters], self.output_gradients)
-        for place, gradient in zip(filter(lambda g: g is not None, self.input_gradients), found[: len(given)], strict=True):
-            place.copy_(gradient)
-        for place, gradient in zip(self.lane.gradients.parts, found[len(given) :], strict=True):
-            place.add_(gradient)
-        return self.input_gradients
-
-
-@pytest.fixture
-def by_hand(monkeypatch) -> None:
-    monkeypatch.setattr(graphs, "Recording", ReplayedByHand)
-    monkeypatch.setattr(graphs, "can_record", lambda inputs: True)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -249,76 +195,6 @@ def test_what_is_trained_may_change(tiny_encoder, by_hand) -> None:
     assert all(stack.lanes for stack in graphed(model))
 
 
-def test_frozen_embeddings_and_gradients_that_are_there(tiny_encoder, by_hand) -> None:
-    """Layers get gradients though their input has none; what some parameters have already is added to."""
-    model = tiny_encoder(dropout=0.0).train()
-    for encoder in encoders(model):
-        encoder.embeddings.requires_grad_(False)
-    batch = columns(model)[0]
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        weight = next(encoders(model)).encoder.layer[0].output.dense.weight
-        weight.grad = given = torch.ones(16, 32)
-        for _ in range(2):
-            model(dict(batch))["sentence_embedding"].square().sum().backward()
-        assert weight.grad is given
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = gradients()
-    graph_towers(model)
-    assert_close(gradients(), plain, rtol=1e-5)
-    assert len(graphed(model)[0].lanes) == 1
-
-
-def test_gradients_are_in_one_place_unless_somebody_holds_them(tiny_encoder, by_hand) -> None:
-    model = tiny_encoder(dropout=0.0).train()
-    batches = [columns(model, seed=seed)[0] for seed in range(3)]
-
-    def gradients(batch: Any, to_none: bool = True) -> dict[str, Tensor]:
-        model.zero_grad(set_to_none=to_none)
-        model(dict(batch))["sentence_embedding"].square().sum().backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = [{name: gradient.clone() for name, gradient in gradients(batch).items()} for batch in batches]
-    graph_towers(model)
-    first = gradients(batches[0])
-    weight = next(name for name in first if "output.dense.weight" in name)
-    place = first[weight].data_ptr()
-    second = gradients(batches[1])
-    assert second[weight].data_ptr() != place
-    assert_close(first, plain[0], rtol=1e-5)
-    assert_close(second, plain[1], rtol=1e-5)
-    del first, second
-    for batch, expected in zip(batches, plain, strict=True):
-        found = gradients(batch)
-        assert found[weight].data_ptr() == place
-        assert_close(found, expected, rtol=1e-5)
-        del found
-    assert_close(gradients(batches[0], to_none=False), plain[0], rtol=1e-5)
-
-
-def test_gradients_put_aside_are_added_to(tiny_encoder, by_hand, monkeypatch) -> None:
-    """As by `HalvingTrainer`, also when a backward pass fails after the layers'. Nothing has to be lent for that."""
-    monkeypatch.delattr(Gradients, "_lent")
-    model = tiny_encoder(dropout=0.0).train()
-    batches = [columns(model, seed=seed)[0] for seed in range(3)]
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        for batch in batches:
-            with suppress(torch.OutOfMemoryError), gradients_apart(model):
-                model(dict(batch))["sentence_embedding"].square().sum().backward()
-                if batch is batches[1]:
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = gradients()
-    graph_towers(model)
-    for _ in range(2):
-        assert_close(gradients(), plain, rtol=1e-5)
-
-
 def test_several_processes_are_refused_and_not_replayed(tiny_encoder, by_hand, monkeypatch) -> None:
     with pytest.raises(ValueError, match="cuda_graphs is for one process, not 2; leave it out"):
         check_graphs(False, False, cuda=True, processes=2)
@@ -339,50 +215,6 @@ def test_moved_weights_are_recorded_anew(tiny_encoder, by_hand) -> None:
         parameter.data = parameter.data.clone()
     step(model)
     assert graphed(model)[0].lanes[0] is not before[0]
-
-
-def test_memory_that_runs_out_while_recording_is_given_back(tiny_encoder, by_hand, monkeypatch) -> None:
-    model = tiny_encoder(dropout=0.0)
-    graph_towers(model)
-    plain = step(model)
-
-    def full(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(graphs, "Recording", full)
-    with pytest.raises(torch.OutOfMemoryError):
-        step(model, CachedContAccumLoss)  # other shapes
-    monkeypatch.setattr(graphs, "Recording", ReplayedByHand)
-    assert not any(lane.recordings for lane in graphed(model)[0].lanes)
-    assert_close(step(model), plain, rtol=0.0)
-
-
-def test_others_are_given_up_where_memory_runs_out(tiny_encoder, by_hand, monkeypatch) -> None:
-    model = tiny_encoder(dropout=0.0).train()
-    graph_towers(model)
-    attempts: list[int] = []
-
-    class Full(ReplayedByHand):
-        def __init__(self, call: Any, inputs: Any, parameters: Any, lane: Lane) -> None:
-            attempts.append(len(lane.recordings))
-            if lane.recordings:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            super().__init__(call, inputs, parameters, lane)
-
-    monkeypatch.setattr(graphs, "Recording", Full)
-    for count in (6, 4, 5):
-        model(columns(model, count)[0])["sentence_embedding"].sum().backward()
-    assert attempts == [0, 1, 0, 0]  # the last is larger than what is recorded then
-
-
-def test_a_larger_shape_is_recorded_before_the_smaller_ones(tiny_encoder, by_hand) -> None:
-    model = tiny_encoder(dropout=0.0).train()
-    graph_towers(model)
-    seen = []
-    for count in (4, 2, 6, 4, 2, 6):
-        model(columns(model, count)[0])["sentence_embedding"].sum().backward()
-        seen.append(len(graphed(model)[0].lanes[0].recordings))
-    assert seen == [1, 2, 1, 2, 3, 3]
 
 
 def test_recordings_are_forgotten_when_micro_batches_are_halved(jsonl, model_folder, tmp_path, by_hand, monkeypatch) -> None:

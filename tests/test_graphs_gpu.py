@@ -13,7 +13,7 @@ from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder, graphs
 from contaccum.config import TrainConfig
 from contaccum.graphs import MULTIPLE, graph_towers
 from contaccum.speed import compile_towers
-from test_graphs import graphed
+from replayed import graphed
 from test_speed import PRECISIONS, columns, does_not_wait, error_of, needs_compiler, step
 from test_speed_training import resumes_bit_equal
 from test_train import options
