@@ -5,7 +5,8 @@ and the paper's own way.
     python benchmarks/update.py --models bert-base minilm-l6 --n-local 8 32 --precisions fp32 --rounds 2 --json results/update-h200.json
     python benchmarks/update.py --draw results/update-h200.json     # docs/update-bert-base-n8-by-bank-fp32.svg, .png, ...
 
-BERT-base towers, texts of 256 tokens, one hard negative, n = 8. By bank: 512 samples per update. By samples: a bank of 1,024, fp32.
+BERT-base towers, texts of 256 tokens, one hard negative, n = 8. By bank: 512 samples per update. By samples: a bank of 1,024, fp32; what
+was measured by bank is not measured again.
 Ways without a bank are measured once; contaccum with the drift correction (our default) and the paper's own way, whose whole matrix would
 take 34 GB, up to a bank of 8,192. Towers run eagerly, as they do in all of these.
 """
@@ -71,7 +72,8 @@ def main() -> None:
     for model, n in itertools.product(args.models, args.n_local):
         works = {precision: Workload(n_local=n, precision=precision, **shape) for precision in PRECISIONS}
         parts += [(model, "by_bank", by_bank(works[precision], args.n_total, args.banks)) for precision in args.precisions]
-        parts.append((model, "by_samples", by_samples(works["fp32"], args.totals, args.banks[0])))
+        totals = [total for total in args.totals if total != args.n_total or "fp32" not in args.precisions]
+        parts.append((model, "by_samples", by_samples(works["fp32"], totals, args.banks[0])))
     found: dict[str, list[Row]] = {"by_bank": [], "by_samples": []}
     for model, name, cases in parts:
         if chosen := list(cases):
@@ -98,14 +100,23 @@ def by_samples(work: Workload, totals: Sequence[int], bank: int) -> Iterable[Cas
 
 
 def draw(content: dict[str, list[Row]], folder: Path) -> None:
+    by_bank = grouped(content["by_bank"])
     for part, x in (("by_bank", "bank"), ("by_samples", "n_total")):
         for (model, n, precision), rows in grouped(content[part]).items():
             banks = sorted({row["bank"] for row in rows if row["banked"]}) if x == "bank" else []
+            if x == "n_total":
+                rows = rows + of_one_bank(by_bank.get((model, n, precision), []), rows)
             figure = drawn(rows, x, banks)
             if banks:
                 figure.axes[0].set_xscale("log", base=2)
                 figure.axes[0].set_xticks(banks, [f"{bank:,}" for bank in banks])
             save(figure, folder, f"update-{model}-n{n}-{part.replace('_', '-')}-{precision}")
+
+
+def of_one_bank(rows: Sequence[Row], measured: Sequence[Row]) -> list[Row]:
+    """Those of `rows` that continue what was `measured` by samples: with its bank, or of a way that has none."""
+    totals, banks = ({row[key] for row in measured} for key in ("n_total", "bank"))
+    return [row for row in rows if row["n_total"] not in totals and (row["bank"] in banks or not row["banked"])]
 
 
 def grouped(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[Row]]:
