@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: more threads only wait for each other
 
+import gc
 import json
 import random
 from collections.abc import Callable
@@ -25,6 +26,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
+
+
+@pytest.fixture(autouse=True)
+def memory_of_earlier_tests(request: pytest.FixtureRequest) -> None:
+    """Given back on a GPU: tests there limit and measure memory, and what trainers and recorded layers hold refers to itself."""
+    if request.node.get_closest_marker("gpu"):
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 @pytest.fixture(scope="session")

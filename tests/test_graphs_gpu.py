@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
@@ -100,6 +102,17 @@ def test_memory_that_runs_out_on_a_gpu_while_recording(tokenizer_folder) -> None
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert any(lane.recordings for lane in graphed(model)[0].lanes)
+
+
+def test_a_model_that_is_dropped_gives_its_memory_back(tokenizer_folder) -> None:
+    held = []
+    for _ in range(3):
+        model = middling(tokenizer_folder)
+        one_pass(model, 64, 256)
+        del model
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[0] == held[2]
 
 
 def test_recordings_of_many_shapes_share_their_memory(tokenizer_folder) -> None:

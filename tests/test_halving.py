@@ -12,17 +12,20 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import BertConfig
 
 from conftest import assert_close
 from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, drift, dual_encoder
 from contaccum.budget import limit_memory
 from contaccum.diagnostics import Diagnostics
+from contaccum.graphs import graph_towers
 from contaccum.halving import HalvingTrainer, gradients_apart, rows_of, split
 from contaccum.logfile import read_log
 from contaccum.plan.measure import write_model, write_texts
 from contaccum.runlog import RunLog
 from contaccum.table import LogSumTable
+from replayed import graphed
 from test_trainer import arguments, dataset, state_of, trained
 
 OUT = "CUDA out of memory (made up)"
@@ -261,12 +264,36 @@ def test_batches_are_cut_by_rows() -> None:
     assert rows_of({"label": torch.arange(3)}) is None
 
 
+def test_recorded_layers_make_room_for_the_optimizer(tiny_encoder, by_hand, tmp_path) -> None:
+    """Its first step, which makes what it keeps, finds no recordings. Later ones do, and the run is the same."""
+    steps: list[tuple[bool, int]] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        steps.append((bool(optimizer.state), sum(len(lane.recordings) for stack in graphed(model) for lane in stack.lanes)))
+
+    plain = trained(tiny_encoder(), tmp_path / "plain")
+    model = tiny_encoder()
+    graph_towers(model)
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        halving = trained(model, tmp_path / "graphs", HalvingTrainer)
+    finally:
+        handle.remove()
+    assert steps[0] == (False, 0)
+    assert len(steps) > 1
+    assert all(state and recordings for state, recordings in steps[1:])
+    assert_close(state_of(halving), state_of(plain), rtol=1e-5)
+
+
 @pytest.mark.gpu
-def test_real_memory_runs_out_and_training_goes_on(tmp_path: Path) -> None:
-    """128 x 128 tokens through both towers need more than 1 GB."""
-    write_model(tmp_path / "model", BertConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=1000))
+@pytest.mark.parametrize("graphs", [False, True])
+def test_real_memory_runs_out_and_training_goes_on(tmp_path: Path, graphs: bool) -> None:
+    """128 x 128 tokens through both towers need more than 1 GB. Of 600 MB the parameters and all that belongs to them take 240."""
+    write_model(tmp_path / "model", BertConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=28000))
     write_texts(tmp_path / "texts.jsonl", 256, 0, 128, 128)
     model = dual_encoder(tmp_path / "model", max_seq_length=128)
+    if graphs:
+        graph_towers(model)
     assert limit_memory(600_000_000) is None
     try:
         options = {"per_device_train_batch_size": 128, "gradient_accumulation_steps": 2, "use_cpu": False, "max_steps": 3}
@@ -277,3 +304,4 @@ def test_real_memory_runs_out_and_training_goes_on(tmp_path: Path) -> None:
     assert trainer.halvings > 0
     assert trainer.loss.criterion.bank.count == 3 * 256
     assert torch.cuda.max_memory_reserved() <= 600_000_000
+    assert not graphs or all(any(lane.recordings for lane in stack.lanes) for stack in graphed(model))

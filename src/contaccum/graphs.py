@@ -74,6 +74,8 @@ def forget_recordings(model: nn.Module) -> None:
         for stack, _ in stacks(encoder):
             if isinstance(graphed := stack.__dict__.get("forward"), GraphedStack):
                 graphed.lanes = []  # gradients stay: parameters have them
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def check_graphs(checkpointing: bool, unpad: bool, cuda: bool, processes: int = 1) -> None:

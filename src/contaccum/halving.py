@@ -10,6 +10,9 @@ the size of an update.
    that of a run whose micro-batches are that small from this one on. By GradCache, which keeps the batch whole, mini-batches are halved
    instead, and the update stays the same.
 
+Recorded layers (`contaccum.graphs`) keep their memory between micro-batches. What the optimizer keeps of each parameter is made in its
+first step, so they give it back for that one, and are recorded anew in what is left: from then on only micro-batches ask for much.
+
 Where a single sample is too large, where the batch cannot be cut, or where after an update not even the bank can be written, the error is
 raised. For one process: several would have to agree.
 """
@@ -23,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum.graphs import forget_recordings
 from contaccum.losses import CachedContAccumLoss
@@ -38,6 +42,7 @@ class HalvingTrainer(ContAccumTrainer):
         super().__init__(*args, **kwargs)
         self.rows_at_once: int | None = None  # None: micro-batches as they come
         self.halvings = 0
+        self.add_callback(RoomForOptimizer())
 
     def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
         """The micro-batch's share of the update's loss, computed in as many parts as memory asks for."""
@@ -55,8 +60,6 @@ class HalvingTrainer(ContAccumTrainer):
             size = self._halve(rows_of(waiting[0]) or 1, error)
             error = None  # it holds the failed pass and all its activations
             forget_recordings(self.model)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
             waiting = [part for batch in waiting for part in split(batch, rows_of(batch) or 1, size)]
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -104,6 +107,22 @@ class HalvingTrainer(ContAccumTrainer):
         for loss in cached:
             loss.mini_batch_size = half
         return rows
+
+
+class RoomForOptimizer(TrainerCallback):
+    """Recorded layers give their memory back before the optimizer's first step."""
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not optimizer.state:
+            forget_recordings(model)
 
 
 @contextmanager

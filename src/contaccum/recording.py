@@ -20,6 +20,7 @@ from torch._utils import _unflatten_dense_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _TENSOR = object()
+SPARE = 64 << 20  # bytes that a recording leaves to what comes between micro-steps: it keeps its memory, where other passes give it back
 
 
 class Recording:
@@ -46,6 +47,7 @@ class Recording:
         half = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False)
         with half, torch.autograd.set_multithreading_enabled(False):
             torch.cuda.empty_cache()  # where memory runs out in what follows, PyTorch does not do so by itself
+            spare = torch.empty(SPARE, dtype=torch.uint8, device="cuda")
             _stream().wait_stream(torch.cuda.current_stream())
             # kernels are loaded and compiled before they are recorded
             with torch.cuda.stream(_stream()), torch.cuda.use_mem_pool(lane.pool), _gradients_dropped(wanted):
@@ -59,6 +61,7 @@ class Recording:
                 parameter.grad = part  # which autograd adds to in place, one after the other
             with recorded(self.backward):
                 torch.autograd.backward(outputs, self.output_gradients, inputs=wanted)
+            del spare
         self.outputs = [output.detach() for output in outputs]  # without what the backward pass needs, which others may overwrite
         self.input_gradients = [tensor.grad for tensor in self.inputs]
 
