@@ -289,7 +289,7 @@ def test_recorded_layers_make_room_for_the_optimizer(tiny_encoder, by_hand, tmp_
 @pytest.mark.parametrize("graphs", [False, True])
 def test_real_memory_runs_out_and_training_goes_on(tmp_path: Path, graphs: bool) -> None:
     """128 x 128 tokens through both towers need more than 1 GB. Of 600 MB the parameters and all that belongs to them take 240."""
-    write_model(tmp_path / "model", BertConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=28000))
+    write_model(tmp_path / "model", BertConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=8000))
     write_texts(tmp_path / "texts.jsonl", 256, 0, 128, 128)
     model = dual_encoder(tmp_path / "model", max_seq_length=128)
     if graphs:
