@@ -1,10 +1,13 @@
-"""Time and peak memory of one micro-step's loss (forward and backward): incremental against the full matrix, side by side.
+"""Time and peak memory of one micro-step's loss (forward and backward): incremental with the paper's bank, the default's, which computes
+scores between the bank's entries anew, and the full matrix, side by side.
 
     python benchmarks/core.py                         # bank 128 ... 65,536, n 8 and 32, d 768, one hard negative
     python benchmarks/core.py --bank 8192 --n 8 --json core.json
+    python benchmarks/core.py --draw core.json        # core.svg and .png in docs/
 
 Each cell runs in a process of its own, so that its peak memory is its own. "Extra" memory is the peak beyond what the process held
-with the current vectors alone: it includes the bank. The full matrix is left out where it would not fit in the memory at hand.
+with the current vectors alone: it includes the bank. The last two ways grow with the square of the bank, and are left out beyond
+`--square-up-to` and where the matrix would not fit in the memory at hand.
 """
 
 from __future__ import annotations
@@ -26,10 +29,14 @@ from torch import Tensor
 from contaccum import DualBankInfoNCE, naive_dual_bank_infonce
 from contaccum.infonce import Columns, Rows
 from contaccum.provenance import provenance
+from contaccum.report.plots import lines
+from contaccum.report.series import Series
+from contaccum.report.svg import save
 
 BANKS = (128, 512, 2048, 8192, 16384, 65536)
 MICRO_BATCHES = (8, 32)
 SEED = 0
+WAYS = {"incremental": "paper's bank", "corrected": "default", "full": "full matrix"}
 MATRIX_COPIES = 4  # scores, log-softmax, its gradient and a product in flight
 
 
@@ -41,23 +48,30 @@ def main() -> None:
     parser.add_argument("--h", type=int, default=1, help="hard negatives per query")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on measuring each cell, after warm-up")
+    parser.add_argument("--square-up-to", type=int, default=8192, help="largest bank for the ways that grow with its square")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--draw", type=Path, help="measure nothing: draw this file")
+    parser.add_argument("--folder", type=Path, default=Path("docs"), help="where drawings go")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.cell:
         print(json.dumps(measure(**json.loads(args.cell))))
         return
+    if args.draw:
+        save(drawn(json.loads(args.draw.read_text(encoding="utf-8"))["cells"]), args.folder, args.draw.stem)
+        return
     rows = []
-    print(f"{'bank':>7} {'n':>3} | {'incremental':>12} {'extra':>9} | {'full matrix':>12} {'extra':>9} | {'time ratio':>10}")
+    print(f"{'bank':>7} {'n':>3}" + "".join(f" | {told:>12} {'extra':>9}" for told in WAYS.values()))
     for n in args.n:
         for bank in args.bank:
             cell = {"bank": bank, "n": n, "d": args.d, "h": args.h, "device": args.device, "seconds": args.seconds}
             incremental = run_cell({**cell, "way": "incremental"})
             if incremental is None:
                 raise SystemExit(f"a bank of {bank:,} does not fit in this device's memory")
-            full = run_cell({**cell, "way": "full"}) if may_fit(**cell) else None
-            rows.append({**cell, "incremental": incremental, "full": full})
-            print(table_row(bank, n, incremental, full), flush=True)
+            square = bank <= args.square_up_to and may_fit(**cell)
+            found = {way: run_cell({**cell, "way": way}) if square else None for way in WAYS if way != "incremental"}
+            rows.append({**cell, "incremental": incremental, **found})
+            print(table_row(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"provenance": provenance(seed=SEED), "cells": rows}, indent=1) + "\n")
 
@@ -79,7 +93,7 @@ def measure(way: str, bank: int, n: int, d: int, h: int, device: str, seconds: f
     leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in ((n, d), (n, d), (n, h, d))]
     torch.stack([(leaf.flatten(0, -2) @ leaf.flatten(0, -2).T).sum() for leaf in leaves]).sum().backward()  # libraries loaded
     base = reset_peak(device)
-    step = (incremental_step if way == "incremental" else full_matrix_step)(bank, h, d, leaves, device)
+    step = full_matrix_step(bank, h, d, leaves, device) if way == "full" else banked_step(way == "corrected", bank, h, d, leaves, device)
     reset_peak(device)  # filling the bank in large steps is not part of a micro-step
     times: list[float] = []
     for _ in range(3):
@@ -94,10 +108,10 @@ def measure(way: str, bank: int, n: int, d: int, h: int, device: str, seconds: f
     return {"seconds": statistics.median(times), "extra_bytes": peak(device) - base, "repeats": len(times)}
 
 
-def incremental_step(bank: int, h: int, d: int, leaves: list[Tensor], device: str) -> Callable[[], None]:
-    criterion = DualBankInfoNCE(bank_size=bank, scale=1.0 / d, drift_correction=None)  # which reads kept scores
-    for _ in range(-(-bank // 64)):  # fill the bank quickly
-        size = min(64, bank)
+def banked_step(corrected: bool, bank: int, h: int, d: int, leaves: list[Tensor], device: str) -> Callable[[], None]:
+    criterion = DualBankInfoNCE(bank_size=bank, scale=1.0 / d, drift_correction="mean+zero-sum" if corrected else None)
+    size = min(256, bank)
+    for _ in range(-(-bank // size)):  # fill the bank quickly
         criterion(*[torch.randn(shape, device=device) for shape in ((size, d), (size, d), (size, h, d))])
 
     def step() -> None:
@@ -147,12 +161,28 @@ def peak(device: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def table_row(bank: int, n: int, incremental: dict[str, float], full: dict[str, float] | None) -> str:
-    left = f"{bank:7,} {n:3} | {1e3 * incremental['seconds']:9.2f} ms {incremental['extra_bytes'] / 2**20:6.0f} MB"
-    if full is None:
-        return f"{left} | {'does not fit':>22} |"
-    ratio = full["seconds"] / incremental["seconds"]
-    return f"{left} | {1e3 * full['seconds']:9.2f} ms {full['extra_bytes'] / 2**20:6.0f} MB | {ratio:9.1f}x"
+def table_row(cell: dict[str, Any]) -> str:
+    found = [cell[way] for way in WAYS]
+    told = [f"{1e3 * one['seconds']:9.2f} ms {one['extra_bytes'] / 2**20:6.0f} MB" if one else f"{'left out':>22}" for one in found]
+    return " | ".join([f"{cell['bank']:7,} {cell['n']:3}", *told])
+
+
+def drawn(cells: list[dict[str, Any]]) -> Any:
+    """Milliseconds by bank, both in powers: twice the bank takes twice the time on a line as steep as one to one."""
+    series: list[Series] = []
+    for way, told in WAYS.items():
+        for n in sorted({cell["n"] for cell in cells}):
+            points = sorted((cell["bank"], 1e3 * cell[way]["seconds"]) for cell in cells if cell["n"] == n and cell.get(way))
+            if points:
+                x, y = ([point[i] for point in points] for i in range(2))
+                series.append(Series(len(series), f"{told}, n = {n}", x, y, y, y))
+    figure = lines(series, "bank (tuples)", "ms of a micro-step's loss", zero=False)
+    (axes,) = figure.axes
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    banks = sorted({cell["bank"] for cell in cells})[::-2]
+    axes.set_xticks(banks, [f"{bank:,}" for bank in banks])
+    return figure
 
 
 if __name__ == "__main__":

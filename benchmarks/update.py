@@ -71,12 +71,13 @@ def main() -> None:
     parts = []
     for model, n in itertools.product(args.models, args.n_local):
         works = {precision: Workload(n_local=n, precision=precision, **shape) for precision in PRECISIONS}
-        parts += [(model, "by_bank", by_bank(works[precision], args.n_total, args.banks)) for precision in args.precisions]
-        totals = [total for total in args.totals if total != args.n_total or "fp32" not in args.precisions]
-        parts.append((model, "by_samples", by_samples(works["fp32"], totals, args.banks[0])))
+        of_banks = [list(by_bank(works[precision], args.n_total, args.banks)) for precision in args.precisions]
+        measured = {case for cases in of_banks for case in cases}
+        of_samples = [case for case in by_samples(works["fp32"], args.totals, args.banks[0]) if case not in measured]
+        parts += [(model, "by_bank", cases) for cases in of_banks] + [(model, "by_samples", of_samples)]
     found: dict[str, list[Row]] = {"by_bank": [], "by_samples": []}
-    for model, name, cases in parts:
-        if chosen := list(cases):
+    for model, name, chosen in parts:
+        if chosen:
             print(f"{model}, n = {chosen[0].work.n_local}")
             rows = measure_cases(model, chosen, args.rounds, updates=1, seed=SEED, say=partial(print, flush=True))
             show_table(table(rows))
@@ -96,7 +97,7 @@ def by_bank(work: Workload, n_total: int, banks: Sequence[int]) -> Iterable[Case
 def by_samples(work: Workload, totals: Sequence[int], bank: int) -> Iterable[Case]:
     for n_total in totals:
         if n_total % work.n_local == 0:
-            yield from (Case(way, replace(work, n_total=n_total, bank=bank)) for way in WAYS)
+            yield from (Case(name, replace(work, n_total=n_total, bank=bank if way.banked else 0)) for name, way in WAYS.items())
 
 
 def draw(content: dict[str, list[Row]], folder: Path) -> None:
@@ -115,8 +116,8 @@ def draw(content: dict[str, list[Row]], folder: Path) -> None:
 
 def of_one_bank(rows: Sequence[Row], measured: Sequence[Row]) -> list[Row]:
     """Those of `rows` that continue what was `measured` by samples: with its bank, or of a way that has none."""
-    totals, banks = ({row[key] for row in measured} for key in ("n_total", "bank"))
-    return [row for row in rows if row["n_total"] not in totals and (row["bank"] in banks or not row["banked"])]
+    cases, banks = {(row["way"], row["n_total"]) for row in measured}, {row["bank"] for row in measured}
+    return [row for row in rows if (row["way"], row["n_total"]) not in cases and (row["bank"] in banks or not row["banked"])]
 
 
 def grouped(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[Row]]:

@@ -225,6 +225,22 @@ def test_resume_in_a_new_process_is_bit_equal(tmp_path: Path, dtype: torch.dtype
     assert torch.equal(ages, criterion.bank.ages)
 
 
+@pytest.mark.parametrize(("similarity", "scale"), [("dot", 0.25), ("cosine", 5.0)])
+@pytest.mark.parametrize("drift", ["mean", "mean+zero-sum"])
+def test_scores_rounded_to_tf32_leave_loss_and_gradients_within_its_error(monkeypatch, drift: str, similarity: str, scale: float) -> None:
+    """Between entries of a bank too large for one block of scores. These are 5 at most here, and ten bits are half a thousandth of that."""
+
+    def run() -> list[Tensor]:
+        return losses_and_gradients(DualBankInfoNCE(bank_size=32, drift_correction=drift, similarity=similarity, scale=scale), range(20))
+
+    exact = run()
+    monkeypatch.setattr("contaccum.infonce.CHUNK_SCORES", 64)
+    rounded = run()
+    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(rounded, exact, strict=True)]
+    assert max(errors) < 5 * 2**-11
+    assert max(errors) > 1e-6, "nothing was rounded"
+
+
 def test_state_of_an_unused_bank_empties_a_used_one() -> None:
     unused, used = DualBankInfoNCE(bank_size=8), DualBankInfoNCE(bank_size=8)
     used(*batch())

@@ -69,7 +69,7 @@ def ungraph_towers(model: SentenceTransformer) -> None:
 
 
 def forget_recordings(model: nn.Module) -> None:
-    """Give their memory back. What is needed again is recorded again."""
+    """Give their memory back, and what else PyTorch holds unused. What is needed again is recorded again."""
     for encoder in encoders(model):
         for stack, _ in stacks(encoder):
             if isinstance(graphed := stack.__dict__.get("forward"), GraphedStack):

@@ -110,7 +110,12 @@ class HalvingTrainer(ContAccumTrainer):
 
 
 class RoomForOptimizer(TrainerCallback):
-    """Recorded layers give their memory back before the optimizer's first step."""
+    """Recorded layers give their memory back before the optimizer's first step. A resumed one has made what it keeps."""
+
+    first = True
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.first = True
 
     def on_pre_optimizer_step(
         self,
@@ -121,8 +126,9 @@ class RoomForOptimizer(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        if not optimizer.state:
+        if self.first and not any(optimizer.state.values()):
             forget_recordings(model)
+        self.first = False
 
 
 @contextmanager
