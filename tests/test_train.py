@@ -198,10 +198,21 @@ def test_the_papers_way_by_name(tmp_path) -> None:
 
 MISTAKES = {
     "method": ({"method": "moco"}, "method 'moco' is unknown; choose one of dpr, gradaccum, gradcache"),
-    "multiple": ({"n_total": 10}, "n_total=10 is not a multiple of n_local=4; use n_total=8"),
+    "multiple": ({"n_total": 10}, "n_total=10 is not a multiple of n_local=4; use n_local=2, or n_total=8"),
     "bank": ({"bank": 65}, "bank=65 is larger than the training set of 64 rows"),
     "data": ({"data": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     "model": ({"model": "nowhere"}, "no model can be read from nowhere"),
+    "model's path": ({"model": "/nowhere"}, "no model can be read from /nowhere: there is no such folder or file"),
+    "tokenizer": ({"tokenizer": "/nowhere"}, "no tokenizer can be read from /nowhere: there is no such folder or file"),
+    "output": ({"output": "/proc/run"}, "/proc/run cannot be written to: No such file or directory; use another --output"),
+    "no updates": ({"max_updates": 0}, "max_updates=0 must be above 0; leave it out for no limit"),
+    "no rows": ({"limit": 0}, "limit=0 must be above 0; leave it out for no limit"),
+    "learning rate": ({"lr": float("inf")}, "lr=inf is not a finite number; give one, or leave it out"),
+    "weight decay": ({"weight_decay": float("nan")}, "weight_decay=nan is not a finite number"),
+    "epsilon": ({"adam_eps": -1.0}, "adam_eps=-1.0 must be above 0"),
+    "fewer negatives": ({"hard_negatives": -1}, "hard_negatives=-1 is negative; use 0 or more"),
+    "seed": ({"seed": -1}, "seed=-1 is negative"),
+    "large seed": ({"seed": 2**32}, "seed=4294967296 is too large; use one below 4294967296"),
     "memory": ({"memory": "much"}, "memory 'much' is not a size; write it as 11GB"),
     "precision": ({"precision": "fp8"}, "precision 'fp8' is unknown; choose one of fp32, bf16, fp16"),
     "negatives": ({"hard_negatives": 2}, "no row has 2 hard negatives"),
@@ -216,7 +227,7 @@ def test_mistakes_are_named_before_anything_is_lost(name: str, jsonl, model_fold
     changes, message = MISTAKES[name]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         train(TrainConfig(**options(jsonl(64), model_folder, tmp_path / "run") | changes))
-    assert not (tmp_path / "run").exists()
+    assert [file.suffix for file in tmp_path.iterdir()] == [".jsonl"]
     assert "\n" not in str(caught.value)
 
 
@@ -242,6 +253,40 @@ def test_command_line_says_one_line_and_exits_with_2(jsonl, model_folder, tmp_pa
     assert "error: method 'moco' is unknown" in told.stderr
     assert "Traceback" not in told.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["train", "--lr", "abc"], "error: Invalid value for '--lr': "),
+        (["train", "--learning", "3"], "error: No such option: --learning"),
+        (["trian"], "error: No such command 'trian'"),
+    ],
+)
+def test_what_cannot_be_parsed_is_one_line(given: list[str], told: str) -> None:
+    done = run([sys.executable, "-m", "contaccum", *given])
+    assert done.returncode == 2
+    assert done.stderr.startswith(told)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupt_is_one_line(jsonl, model_folder, tmp_path) -> None:
+    words = command(options(jsonl(64), model_folder, tmp_path / "run", epochs=1000))
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        while not (tmp_path / "run" / "log.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert told.splitlines()[-1].endswith("error: interrupted")
+    assert "Traceback" not in told
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(jsonl, model_folder, tmp_path) -> None:
+    file = jsonl(64)
+    with pytest.raises(ValueError, match=r"run cannot be written to: Not a directory; use another --output"):
+        train(TrainConfig(**options(file, model_folder, Path(file) / "run")))
 
 
 def test_a_run_folder_is_never_overwritten_nor_resumed_changed(jsonl, model_folder, tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "reduction": ("paper", "local"),
     "drift_correction": ("auto", "mean+zero-sum", "mean", None),
 }
+ABOVE_0 = ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every", "max_updates", "limit", "adam_eps")
+UNLIMITED = ("max_updates", "limit")  # where left out
+NOT_NEGATIVE = (
+    *("warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"),
+    *("hard_negatives", "dev_passages", "seed"),
+)
 AUTO = 0  # n_local before it is planned
 
 
@@ -113,13 +120,19 @@ class TrainConfig:
             if getattr(self, name) not in choices:
                 told = ", ".join("none" if choice is None else choice for choice in choices)
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {told}")
-        for name in ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        given = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+        for name, value in given.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}={value} is not a finite number; give one, or leave it out")
+        for name in ABOVE_0:
+            if name in given and not given[name] > 0:
+                raise ValueError(f"{name}={given[name]} must be above 0" + ("; leave it out for no limit" if name in UNLIMITED else ""))
         check_bank(self.bank)
-        for name in ("warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 or more")
+        for name in NOT_NEGATIVE:
+            if given.get(name, 0) < 0:
+                raise ValueError(f"{name}={given[name]} is negative; use 0 or more")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
         if self.precision == "fp16" and not torch.cuda.is_available():
             raise ValueError("precision fp16 needs a CUDA device; use bf16 or fp32")
         if self.tf32 and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):

@@ -71,7 +71,9 @@ def cut(method: Method, n_total: int, n_local: int, processes: int = 1, whole_up
         return Batches(share, 1, None)
     if share % n_local:
         of = f"n_total={n_total}" + (f" over {processes} processes" if processes > 1 else "")
-        raise ValueError(f"{of} is not a multiple of n_local={n_local}; use n_total={max(1, share // n_local) * n_local * processes}")
+        fits = next(n for n in range(min(n_local, share), 0, -1) if share % n == 0)
+        larger = max(1, share // n_local) * n_local * processes
+        raise ValueError(f"{of} is not a multiple of n_local={n_local}; use n_local={fits}, or n_total={larger}")
     if whole_updates:
         return Batches(share, 1, None, None if method.cached else n_local)
     if method.cached:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,32 +122,46 @@ def _as_folder(source: Source | DPRPart, tokenizer: str | Path | None, scratch: 
         if not isinstance(config, BertConfig):
             raise ValueError(f"tokenizer={tokenizer} names a {type(config).__name__}, but {source} is a BERT checkpoint")
         source.load(config).save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(tokenizer or "bert-base-uncased").save_pretrained(scratch)
+        _save_tokenizer(tokenizer or "bert-base-uncased", scratch)
         return scratch
     if isinstance(source, PretrainedConfig):
         if tokenizer is None:
             raise ValueError(f"{type(source).__name__} says nothing of the tokenizer; give tokenizer=NAME")
         AutoModel.from_config(source).save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(scratch)
+        _save_tokenizer(tokenizer, scratch)
         return scratch
     config = _load_config(source)
     if config.model_type == "dpr":  # transformers' DPR classes wrap a BERT; the tower is the BERT
         _dpr_bert(source, config).save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(tokenizer or source).save_pretrained(scratch)
+        _save_tokenizer(tokenizer or source, scratch)
         return scratch
     if tokenizer is not None:
         AutoModel.from_pretrained(source).save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(scratch)
+        _save_tokenizer(tokenizer, scratch)
         return scratch
     return str(source)
 
 
 def _load_config(source: str | Path) -> PretrainedConfig:
-    try:
+    with _named("model", source):
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no model can be read from {source}: {str(error).splitlines()[0]}") from error
     return config
+
+
+def _save_tokenizer(source: str | Path, folder: str) -> None:
+    with _named("tokenizer", source):
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
+@contextmanager
+def _named(what: str, source: str | Path) -> Iterator[None]:
+    """What cannot be read from `source` as one line that names it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        is_path = Path(source).is_absolute() or str(source).startswith(".")
+        why = "there is no such folder or file" if is_path and not Path(source).exists() else str(error).splitlines()[0]
+        raise ValueError(f"no {what} can be read from {source}: {why}") from error
 
 
 def _dpr_bert(source: str | Path, config: PretrainedConfig) -> BertModel:

@@ -235,6 +235,17 @@ def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
 def _refuse_used_folder(run: Path) -> None:
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
+    new = [folder for folder in (run, *run.parents) if not folder.exists()]
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "run.json").touch(exist_ok=False)
+        (run / "run.json").unlink()
+    except OSError as error:
+        raise ValueError(f"{run} cannot be written to: {error.strerror}; use another --output") from error
+    finally:  # whatever else is wrong, nothing is left behind
+        for folder in new:
+            if folder.exists():
+                folder.rmdir()
 
 
 def _claim(run: Path, config: TrainConfig) -> None:
