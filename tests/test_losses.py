@@ -149,6 +149,9 @@ def test_evaluation_mode_of_the_model_leaves_the_bank_alone(tiny_encoder) -> Non
     ("options", "message"),
     [
         ({"directions": ("query_to_doc", "doc_to_query")}, "cannot be combined with a bank"),
+        ({"directions": None}, "directions=None cannot be combined with a bank"),
+        ({"partition_mode": "xyz"}, "partition_mode='xyz' is unknown; choose one of joint, per_direction"),
+        ({"micro_batch_size": 2.5}, "micro_batch_size=2.5 is not a whole number"),
         ({"hardness_mode": "hard_negatives"}, "hardness_mode='hard_negatives' would change scores that the bank keeps"),
         ({"similarity_fct": torch.cdist}, "similarity_fct=cdist has no closed form here"),
         ({"scale": torch.nn.Parameter(torch.ones(()))}, "learnable scale"),
@@ -167,6 +170,32 @@ def test_matryoshka_is_refused_with_a_reason(tiny_encoder) -> None:
     loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=8), [16, 8])
     with pytest.raises(ValueError, match="width 8 do not fit the bank, which holds width 16"):
         loss(features(model, 4), None)
+
+
+@pytest.mark.filterwarnings("ignore:AdaptiveLayerLoss is not compatible with CachedContAccumLoss")
+@pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
+def test_adaptive_layers_are_refused_with_a_reason(tiny_encoder, kind) -> None:
+    """Vectors of one width, but of several layers."""
+    from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss
+
+    model = tiny_encoder(tied=True).train()
+    with pytest.raises(ValueError, match="takes its loss of several layers, and the bank would hold vectors of all; use bank_size=0"):
+        AdaptiveLayerLoss(model, kind(model, bank_size=8))(features(model, 4), torch.zeros(4))
+
+
+def test_adaptive_layers_without_a_bank(tiny_encoder) -> None:
+    """As with the loss of sentence-transformers."""
+    from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss
+
+    model = tiny_encoder(tied=True, dropout=0.0).train()
+    ours, theirs = ContAccumLoss(model, bank_size=0), MultipleNegativesRankingLoss(model)
+    found = [AdaptiveLayerLoss(model, loss)(features(model, 4), torch.zeros(4)).item() for loss in (ours, theirs)]
+    assert found[0] == pytest.approx(found[1])
+
+
+def test_cached_loss_takes_the_arguments_of_the_one_it_replaces(tiny_encoder) -> None:
+    loss = CachedContAccumLoss(tiny_encoder(), 10.0, dot_score, 4, show_progress_bar=True)
+    assert (loss.scale, loss.similarity_fct, loss.mini_batch_size, loss.show_progress_bar) == (10.0, dot_score, 4, True)
 
 
 def test_config_and_citation_for_the_model_card(tiny_encoder) -> None:

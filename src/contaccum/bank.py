@@ -82,8 +82,8 @@ class DualBank(LazyBuffers):
             raise ValueError(
                 f"query_bank_size={query_size} must lie between 0 and bank_size={size}: an older query would have lost its positive"
             )
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"bank_dtype={dtype} cannot hold vectors; use torch.float32 or torch.bfloat16")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"bank_dtype={dtype!r} cannot hold vectors; use torch.float32 or torch.bfloat16")
         self.size, self.query_size, self.scale, self.dtype = size, query_size, scale, dtype
         self.means, self.unit = means, unit
         self.table = LogSumTable(query_size if means is None else 0, size)
@@ -357,7 +357,9 @@ class DualBank(LazyBuffers):
         _, c, d = columns.passages.shape
         _, held_c, held_d = self._passages.shape
         if d != held_d:
-            raise ValueError(f"vectors of width {d} do not fit the bank, which holds width {held_d}; call reset() to start a new bank")
+            raise ValueError(
+                f"vectors of width {d} do not fit the bank, which holds width {held_d}; call reset() for a new bank, or use bank_size=0"
+            )
         if c != held_c:
             raise ValueError(
                 f"{c - 1} hard negatives per query do not fit the bank, which holds {held_c - 1}; give as many in every micro-batch, "

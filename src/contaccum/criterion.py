@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from contaccum.drift import CORRECTIONS, RunningMeans, resolve_correction
 from contaccum.infonce import REDUCTIONS, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, unit_vectors, with_gradients
 
 SIMILARITIES = ("dot", "cosine")
+KEPT = ("scale", "similarity", "drift_correction")  # which what a bank keeps depends on
 AUTO_BANK = 1024  # tuples of a bank of automatic size that nobody has told the training's
 
 
@@ -82,14 +84,14 @@ class DualBankInfoNCE(nn.Module):
         bank_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _one_of("similarity", similarity, SIMILARITIES)
-        _one_of("reduction", reduction, REDUCTIONS)
+        one_of("similarity", similarity, SIMILARITIES)
+        one_of("reduction", reduction, REDUCTIONS)
         if isinstance(scale, Tensor):
             raise ValueError("scale must be a number: scores between bank entries are kept, so a learnable scale cannot reach them")
-        if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"scale={scale} must be a positive number; use 1.0 for dot and 20.0 for cosine")
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"scale={scale!r} must be a positive number; use 1.0 for dot and 20.0 for cosine")
         if drift_correction is not None:
-            _one_of("drift_correction", drift_correction, CORRECTIONS, "or None for the paper's way")
+            one_of("drift_correction", drift_correction, CORRECTIONS, "or None for the paper's way")
         self.auto_bank = bank_size == "auto"
         size = AUTO_BANK if self.auto_bank else _tuples("bank_size", bank_size)
         self.scale = float(scale)
@@ -101,7 +103,8 @@ class DualBankInfoNCE(nn.Module):
         self.start_update = _update("start_update", start_update)
         self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
         self.drift_correction = resolve_correction(drift_correction, past_vectors=size > 0 and past_encoder)
-        self._query_bank_size, self._bank_dtype = query_bank_size, bank_dtype
+        self._query_bank_size = None if query_bank_size is None else whole("query_bank_size", query_bank_size)
+        self._bank_dtype = bank_dtype
         self.bank = self._empty_bank(size)
         self.updates = 0
         self.observers: list[Callable[[MicroStep], None]] = []
@@ -198,14 +201,21 @@ class DualBankInfoNCE(nn.Module):
         return Rows(queries, ids, query_keys, positive_keys), Columns(passages, ids, query_keys, passage_keys)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A bank of automatic size becomes that of the state, before the bank loads its own part."""
+        """A bank of automatic size becomes that of the state, before the bank loads its own part. What was kept must be of such a loss."""
+        settings = state_dict.get(f"{prefix}_extra_state", {})
+        for name in KEPT:
+            if name in settings and settings[name] != getattr(self, name):
+                raise ValueError(
+                    f"the saved bank is of {name}={settings[name]!r}, this loss has {name}={getattr(self, name)!r}; "
+                    "use what it was saved with, or start anew"
+                )
         saved = state_dict.get(f"{prefix}bank._extra_state")
         if self.auto_bank and saved is not None:
             self.bank = self._empty_bank(saved["size"])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"updates": self.updates}
+        return {"updates": self.updates, **{name: getattr(self, name) for name in KEPT}}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.updates = state["updates"]
@@ -247,18 +257,24 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
+def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join([*choices, more] if more else choices)}")
 
 
 def _tuples(name: str, value: int | str) -> int:
-    if not isinstance(value, int):
+    if isinstance(value, str):
         raise ValueError(f'{name}={value!r} is not a number of tuples; give one, or "auto"')
-    return value
+    return whole(name, value)
 
 
 def _update(name: str, value: int) -> int:
-    if value < 0:
+    if whole(name, value) < 0:
         raise ValueError(f"{name}={value} is negative; updates are counted from 0")
-    return value
+    return int(value)
+
+
+def whole(name: str, value: Any) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not a whole number; give one")
+    return int(value)

@@ -16,7 +16,7 @@ from sentence_transformers.base.losses.merged_forward import embed_columns
 from sentence_transformers.util import all_gather, all_gather_with_grad, cos_sim, dot_score
 from torch import Tensor, nn
 
-from contaccum.criterion import DualBankInfoNCE
+from contaccum.criterion import DualBankInfoNCE, one_of, whole
 from contaccum.speed import countable
 
 _SIMILARITIES = {cos_sim: "cosine", dot_score: "dot"}
@@ -75,14 +75,15 @@ class ContAccumLoss(nn.Module):
         if similarity_fct not in _SIMILARITIES:
             name = getattr(similarity_fct, "__name__", similarity_fct)
             raise ValueError(f"similarity_fct={name} has no closed form here; use sentence_transformers.util.cos_sim or dot_score")
-        if tuple(directions) != ("query_to_doc",):
+        if tuple([directions] if isinstance(directions, str) else directions or ()) != ("query_to_doc",):
             raise ValueError(
-                f"directions={tuple(directions)} cannot be combined with a bank, whose kept scores are those of queries with passages; "
+                f"directions={directions!r} cannot be combined with a bank, whose kept scores are those of queries with passages; "
                 'use ("query_to_doc",)'
             )
         if hardness_mode is not None:
             raise ValueError(f"hardness_mode={hardness_mode!r} would change scores that the bank keeps; use None")
-        if micro_batch_size is not None and micro_batch_size < 1:
+        one_of("partition_mode", partition_mode, ("joint", "per_direction"))
+        if micro_batch_size is not None and whole("micro_batch_size", micro_batch_size) < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1, or None for the whole batch")
         self.micro_batch_size = micro_batch_size
         self.model = model
@@ -112,6 +113,7 @@ class ContAccumLoss(nn.Module):
         return 1.0 / self.scale
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        self._refuse_several_layers()
         features = _columns(sentence_features)
         keys = [token_keys(column) for column in features]  # before the model may change the features
         embeddings = embed_columns(self.model, features)
@@ -119,6 +121,12 @@ class ContAccumLoss(nn.Module):
         starts = range(0, len(embeddings[0]), size)
         losses = [self.compute_loss_from_embeddings(_slice(embeddings, i, size), labels, _slice(keys, i, size)) for i in starts]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    def _refuse_several_layers(self) -> None:
+        """Each call in training enters the bank. (Of several widths the bank itself would say so.)"""
+        replaced = vars(self.model).get("forward")
+        if self.criterion.bank.size and self.model.training and type(replaced).__module__.endswith(".adaptive_layer"):
+            raise ValueError("AdaptiveLayerLoss takes its loss of several layers, and the bank would hold vectors of all; use bank_size=0")
 
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor | None = None, keys: list[Tensor | None] | None = None
@@ -167,20 +175,32 @@ class ContAccumLoss(nn.Module):
 class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     """`ContAccumLoss` by GradCache: the whole batch and the bank, with only `mini_batch_size` samples' activations alive.
 
-    Embeds every sample twice. With `bank_size=0` it equals `CachedMultipleNegativesRankingLoss`.
+    Embeds every sample twice. With `bank_size=0` it equals `CachedMultipleNegativesRankingLoss`, whose first arguments are the same; the
+    others are those of `ContAccumLoss`.
     """
 
-    def __init__(self, model: SentenceTransformer, *args: Any, mini_batch_size: int = 32, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: SentenceTransformer,
+        scale: float = 20.0,
+        similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
+        mini_batch_size: int = 32,
+        *,
+        show_progress_bar: bool = False,
+        **kwargs: Any,
+    ) -> None:
         if has_static_embedding_input(model):
             raise ValueError("CachedContAccumLoss cannot split the inputs of a StaticEmbedding model; use ContAccumLoss")
-        if mini_batch_size < 1:
+        if whole("mini_batch_size", mini_batch_size) < 1:
             raise ValueError(f"mini_batch_size={mini_batch_size} must be at least 1")
-        super().__init__(model, *args, **kwargs)
+        super().__init__(model, scale, similarity_fct, **kwargs)
         if self.micro_batch_size is not None:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} would cut the batch that GradCache keeps whole; use None")
         self.mini_batch_size = mini_batch_size
+        self.show_progress_bar = show_progress_bar
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
+        self._refuse_several_layers()
         features = _columns(sentence_features)
         keys = [token_keys(column) for column in features]
         carried: Any = keys  # what the mixin calls labels is handed to calculate_loss untouched
