@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,8 +177,8 @@ def test_the_model_card_tells_the_bank_of_each_data_set(tiny_encoder, tmp_path) 
     loss = {"few": ContAccumLoss(model, bank_size=5), "many": ContAccumLoss(model)}
     trained(model, tmp_path, loss=loss, data=data, max_steps=2)
     sizes = [re.findall(r'"bank_size": (\d+)', info["loss"]["config_code"]) for info in model.model_card_data.train_datasets]
-    assert sizes == [["5"], ["32"]]
-    assert loss["many"].criterion.bank.size == 32
+    assert sizes == [["5"], ["64"]]
+    assert loss["many"].criterion.bank.size == 64
 
 
 def test_the_model_card_keeps_other_losses(tiny_encoder, tmp_path) -> None:
@@ -241,6 +242,60 @@ def test_resume_is_bit_equal(tiny_encoder, tmp_path, way, bank) -> None:
     resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"))
     assert_bit_equal(state_of(whole), state_of(resumed))
     assert resumed.loss.criterion.bank.size == (4 if bank == "auto" else 12)
+
+
+def test_a_callback_of_one_s_own_does_not_count_updates_twice(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    loss = ContAccumLoss(model, bank_size=12)
+    trainer = trained(model, tmp_path, loss=loss, callbacks=[ContAccumCallback(loss)])
+    assert loss.criterion.updates == trainer.state.global_step == 4
+
+
+def test_ages_follow_an_optimizer_of_one_s_own(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizers = optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    loss = ContAccumLoss(model, bank_size=12)
+    trained(model, tmp_path, partial(ContAccumTrainer, optimizers=optimizers), loss)
+    assert loss.criterion.bank.ages.tolist() == [2.0] * 4 + [1.0] * 8
+
+
+def test_a_callback_does_not_take_another_run_s_bank(tiny_encoder, tmp_path) -> None:
+    """A trainer does not say which folder it resumes: its own is taken for it, unless it is of another run, or not there."""
+
+    def run(folder: str, resume: str | None = None, named: bool = False, seed: int = 1) -> Any:
+        model = tiny_encoder()
+        loss = ContAccumLoss(model, bank_size=12)
+        given = str(tmp_path / resume) if resume else None
+        callbacks = [ContAccumCallback(loss, given if named else None)]
+        options = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "seed": seed, "resume": given}
+        return trained(model, tmp_path / folder, SentenceTransformerTrainer, loss, callbacks=callbacks, **options)
+
+    whole = run("a")
+    run("b", seed=2)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is of another run than the one that is resumed; name the folder"):
+        run("b", resume="a/checkpoint-2")
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is no complete checkpoint; name the folder that is resumed"):
+        run("c", resume="a/checkpoint-2")
+    assert_bit_equal(state_of(run("c", resume="a/checkpoint-2", named=True)), state_of(whole))
+    assert_bit_equal(state_of(run("a", resume="a/checkpoint-2")), state_of(whole))
+
+
+def test_a_bank_of_another_loss_is_refused(tiny_encoder, tmp_path) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    trained(tiny_encoder(), tmp_path, **saved)
+    model = tiny_encoder()
+    with pytest.raises(ValueError, match=re.escape("the saved bank is of scale=20.0, this loss has scale=50.0; use what it was saved")):
+        trained(model, tmp_path, loss=ContAccumLoss(model, scale=50, bank_size=12), resume=True)
+    with pytest.raises(ValueError, match=re.escape("drift_correction='mean+zero-sum', this loss has drift_correction=None")):
+        trained(model, tmp_path, loss=ContAccumLoss(model, drift_correction=None, bank_size=12), resume=True)
+    two = {name: ContAccumLoss(model, bank_size=12) for name in "ab"}
+    with pytest.raises(CheckpointError, match="holds the banks of 1 losses, but there are 2; resume with those losses"):
+        trained(model, tmp_path, loss=two, data={"a": dataset(16), "b": dataset(16)}, resume=True)
+    file = tmp_path / "checkpoint-4" / "contaccum_state.pt"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"checkpoint-4/contaccum_state.pt cannot be read"):
+        trained(model, tmp_path, resume=True)
 
 
 def test_a_checkpoint_without_a_bank_is_refused(tiny_encoder, tmp_path) -> None:
@@ -327,6 +382,16 @@ def test_several_data_sets_with_a_bank_each(tiny_encoder, tmp_path) -> None:
     data = {"a": dataset(32), "b": dataset(16)}
     trained(model, tmp_path, loss=losses, data=data)
     assert [len(loss.criterion.bank) for loss in losses.values()] == [32, 16]
+
+
+@pytest.mark.parametrize(("sampler", "expected"), [("proportional", [56, 8]), ("round_robin", [32, 20])])
+def test_an_automatic_bank_is_of_its_own_data_set_s_size(tiny_encoder, tmp_path, sampler: str, expected: list[int]) -> None:
+    """8 updates' worth of what comes to it: of 8 samples 5 in 6, or every other; at most a sixteenth of its rows."""
+    model = tiny_encoder()
+    losses = {"b": ContAccumLoss(model), "a": ContAccumLoss(model)}
+    data = {"a": dataset(320), "b": dataset(1600)}
+    trained(model, tmp_path, loss=losses, data=data, max_steps=2, multi_dataset_batch_sampler=sampler)
+    assert [loss.criterion.bank.size for loss in losses.values()] == expected
 
 
 @pytest.mark.gpu

@@ -96,7 +96,7 @@ class ContAccumCallback(SkippedSteps):
                 if loss.criterion.auto_bank:
                     loss.criterion.resize_bank(self._bank_size(loss, args, state, kwargs.get("train_dataloader")))
         else:
-            self.load(Path(self.checkpoint) if self.checkpoint else checkpoint_folder(args, state))
+            self.load(Path(self.checkpoint) if self.checkpoint else _resumed_folder(args, state))
         self._correct_card(getattr(kwargs.get("model"), "model_card_data", None))
 
     def _correct_card(self, card: Any) -> None:
@@ -113,20 +113,33 @@ class ContAccumCallback(SkippedSteps):
         """`auto_bank` of what enters this bank: of all processes if it gathers, and of several losses its share."""
         batch = state.train_batch_size or args.train_batch_size
         processes = args.world_size if loss.gather_across_devices else 1
-        losses = len({id(part) for part in self.loss.values()}) if isinstance(self.loss, dict) else 1
-        dataset = getattr(loader, "dataset", None)
-        rows = len(dataset) * processes // (args.world_size * losses) if isinstance(dataset, Sized) else None
-        n_total = batch * args.gradient_accumulation_steps * processes // losses
+        rows, share = self._rows_and_share(loss, args, getattr(loader, "dataset", None))
+        n_total = max(1, round(batch * args.gradient_accumulation_steps * processes * share))
+        rows = None if rows is None else rows * processes // args.world_size
         return auto_bank(n_total, (loss.micro_batch_size or batch) * processes, rows)
+
+    def _rows_and_share(self, loss: ContAccumLoss, args: TrainingArguments, data: Any) -> tuple[int | None, float]:
+        """Training rows of this loss, where they are known, and its share of the micro-batches."""
+        rows = len(data) if isinstance(data, Sized) else None
+        if not isinstance(self.loss, dict):
+            return rows, 1.0
+        by_name = {part[0]["dataset_name"]: len(part) for part in getattr(data, "datasets", [])}
+        if not by_name:
+            losses = len({id(part) for part in self.loss.values()})
+            return (None if rows is None else rows // losses), 1 / losses
+        mine = [by_name[name] for name, part in self.loss.items() if name in by_name and loss in part.modules()]
+        in_turn = getattr(getattr(args, "multi_dataset_batch_sampler", None), "value", None) == "round_robin"
+        return sum(mine), len(mine) / len(by_name) if in_turn else sum(mine) / sum(by_name.values())
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
     ) -> None:
         if self.was_skipped(optimizer):
             return
-        lr, peak = optimizer.param_groups[0]["lr"], args.learning_rate
+        group = optimizer.param_groups[0]
+        peak = float(group.get("initial_lr", args.learning_rate))  # which a schedule starts from, of whatever optimizer
         for loss in bank_losses(self.loss):
-            loss.criterion.after_update(float(lr) / peak if peak else 1.0)
+            loss.criterion.after_update(float(group["lr"]) / peak if peak else 1.0)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = checkpoint_folder(args, state)
@@ -144,8 +157,14 @@ class ContAccumCallback(SkippedSteps):
                 f"{folder} has no {file.name}: it was not saved with ContAccumTrainer or ContAccumCallback by as many processes as now, "
                 "so its bank cannot be restored; resume from another checkpoint or start anew"
             )
-        states = torch.load(file, map_location="cpu", weights_only=True)
-        for loss, state in zip(bank_losses(self.loss), states, strict=True):
+        try:
+            states = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); resume from another checkpoint or start anew") from error
+        losses = list(bank_losses(self.loss))
+        if len(losses) != len(states):
+            raise CheckpointError(f"{file} holds the banks of {len(states)} losses, but there are {len(losses)}; resume with those losses")
+        for loss, state in zip(losses, states, strict=True):
             loss.criterion.load_state_dict(state)
 
     def _file(self, folder: Path) -> Path:
@@ -169,6 +188,9 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(last_complete_checkpoint(checkpoint_folder(self.args, self.state).parent))
+        for callback in self.callback_handler.callbacks[:]:
+            if isinstance(callback, ContAccumCallback) and callback is not self.bank_callback:
+                self.remove_callback(callback)  # one counts the updates
         self.bank_callback.loss = self.loss
         self.bank_callback.checkpoint = resume_from_checkpoint or None
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -203,6 +225,18 @@ def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
+def _resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where a trainer of another kind has read its state from: it does not say, but mostly it is its own checkpoint."""
+    folder = checkpoint_folder(args, state)
+    remedy = "name the folder that is resumed: ContAccumCallback(loss, checkpoint=...)"
+    if not is_complete(folder):
+        raise CheckpointError(f"{folder} is no complete checkpoint; {remedy}")
+    log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    if json.dumps(log) != json.dumps(state.log_history):
+        raise CheckpointError(f"{folder} is of another run than the one that is resumed; {remedy}")
+    return folder
+
+
 def is_complete(checkpoint: Path) -> bool:
     """The trainer's state is written last."""
     try:
@@ -217,7 +251,7 @@ def last_complete_checkpoint(folder: Path) -> Path:
     numbered = [(int(m.group(1)), p) for p in folder.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))]
     complete = [p for _, p in sorted(numbered) if is_complete(p)]
     if not complete:
-        raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start without --resume")
+        raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start anew (without --resume)")
     return complete[-1]
 
 
