@@ -87,7 +87,7 @@ def test_a_given_micro_batch_is_judged() -> None:
     assert plan(asked("1GB"), n_local=8).config.n_local == 8
     with pytest.raises(ValueError, match=r"n_local=96 needs .* GB, more than 95% of 0.20 GB; n_local=\d+ fits"):
         plan(asked("200MB"), n_local=96)
-    with pytest.raises(ValueError, match="n_total=96 is not a multiple of n_local=40; use n_total=80"):
+    with pytest.raises(ValueError, match="n_total=96 is not a multiple of n_local=40; use n_local=32, or n_total=80"):
         plan(asked("1GB"), n_local=40)
 
 
@@ -133,7 +133,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
         (("--memory", "1GB", "--model", "no/such/folder"), "no model can be read from no/such/folder"),
         (("--memory", "1GB", "--bank", "large"), "bank='large' is not of type int, nor auto"),
         (("--memory", "1GB", "--drift-correction", "both"), "drift_correction='both' is unknown; choose one of auto, mean+zero-sum, mean"),
-        (("--memory", "1GB", "--n-local", "5"), "n_total=32 is not a multiple of n_local=5; use n_total=30"),
+        (("--memory", "1GB", "--n-local", "5"), "n_total=32 is not a multiple of n_local=5; use n_local=4, or n_total=30"),
     ],
 )
 def test_command_line_refuses_in_one_line(monkeypatch, capsys, model_folder: str, options: tuple[str, ...], message: str) -> None:
