@@ -75,9 +75,11 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     loss = _loss(config, model, batches, processes)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
+    arguments = _arguments(config, batches, processes, len(dataset), columns)
+    _make(run)
     trainer = (HalvingTrainer if auto and not get_method(config.method).whole else ContAccumTrainer)(
         model=model,
-        args=_arguments(config, batches, processes, len(dataset), columns),
+        args=arguments,
         train_dataset=dataset,
         loss=loss,
         evaluator=dev,
@@ -235,22 +237,21 @@ def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
 def _refuse_used_folder(run: Path) -> None:
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
-    new = [folder for folder in (run, *run.parents) if not folder.exists()]
+    nearest = next(folder for folder in (run, *run.parents) if folder.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise ValueError(f"{run} cannot be made: {nearest} is no folder that can be written to; use another --output")
+
+
+def _make(run: Path) -> None:
+    """What only trying can tell."""
     try:
         run.mkdir(parents=True, exist_ok=True)
-        (run / "run.json").touch(exist_ok=False)
-        (run / "run.json").unlink()
     except OSError as error:
-        raise ValueError(f"{run} cannot be written to: {error.strerror}; use another --output") from error
-    finally:  # whatever else is wrong, nothing is left behind
-        for folder in new:
-            if folder.exists():
-                folder.rmdir()
+        raise ValueError(f"{run} cannot be made: {error.strerror}; use another --output") from error
 
 
 def _claim(run: Path, config: TrainConfig) -> None:
     """Only now, when nothing of the input can be refused any more, is anything written."""
-    run.mkdir(parents=True, exist_ok=True)
     (run / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
     (run / "run.json").write_text(json.dumps(provenance(config.seed), indent=1) + "\n", encoding="utf-8")
 
