@@ -147,6 +147,8 @@ def test_operations_are_six_per_weight_and_token_and_a_third_more_by_gradcache()
         ({"lengths": "some"}, "lengths 'some' is unknown; choose one of fixed, varied"),
         ({"compile": "all"}, "compile 'all' is unknown; choose one of layers, stacks"),
         ({"n_local": 3}, "n_total=8 is not a multiple of n_local=3"),
+        ({"n_total": 0}, "n_total=0 must be at least 1"),
+        ({"hard_negatives": -1}, "hard_negatives=-1 must be at least 0"),
     ],
 )
 def test_mistakes_are_one_clear_line(changes, told) -> None:

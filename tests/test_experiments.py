@@ -286,6 +286,7 @@ def test_a_finished_cell_of_other_options_is_not_taken_for_this_one(found: dict[
         ({"scale": "small"}, "was begun with scale='tiny', not 'small'"),
         ({"dataset": "acl"}, "was begun with dataset='harvest', not 'acl'"),
         ({"model": "other"}, "was begun with model=None, not 'other'"),
+        ({"data": Path("/elsewhere")}, "was begun with data=None, not '/elsewhere'"),
         ({"settings": (("weight_decay", 0.5),)}, "was begun with settings={}, not {'weight_decay': 0.5}"),
     ],
 )
@@ -395,6 +396,7 @@ def test_other_data_sets(dataset: str, tmp_path: Path) -> None:
         (["simmass", "--set", "diagnose_every=0"], "--set diagnose_every=0 leaves simmass nothing"),
         (["main", "--set", "lr"], "--set 'lr' must be NAME=VALUE"),
         (["main", "--set", "lr=fast"], "lr='fast' is not"),
+        (["main", "--set", "lr=["], "holds a value that cannot be read"),
         (["main", "--set", "method=dpr"], "--set method is the experiment's own"),
         (["main", "--set", "drift_correction=mean"], "--set drift_correction would change nothing"),
         (["main", "--dataset", "acl"], "acl needs --data"),
@@ -405,4 +407,11 @@ def test_other_data_sets(dataset: str, tmp_path: Path) -> None:
 def test_mistakes_are_named(words: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         app(["reproduce", *words, "--output", str(tmp_path / "out")], standalone_mode=False)
-    assert not (tmp_path / "out" / "cells").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "table.md").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty and holds no experiment; use another --output"):
+        reproduce(Request("memory", tmp_path, scale="tiny", jobs=0), say=lambda line: None)
+    assert [file.name for file in tmp_path.iterdir()] == ["table.md"]

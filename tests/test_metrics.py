@@ -88,7 +88,21 @@ def test_ndcg_of_a_small_case_by_hand() -> None:
     assert found == pytest.approx((1 + 3 / math.log2(4)) / (3 + 1 / math.log2(3)))
 
 
-@pytest.mark.parametrize("name", ["NDCG@0", "recall", "quality@10", "NDCG@x", ""])
+def test_a_run_of_other_queries_is_refused() -> None:
+    with pytest.raises(DataError, match="the run has none of the judged queries, such as 'q'; do they belong together"):
+        judged_metrics({"other": [Hit("a", 1.0)]}, {"q": {"a": 1}})
+
+
+def test_an_evaluation_does_not_replace_what_it_reads(tmp_path) -> None:
+    (tmp_path / "run.trec").write_text("q Q0 a 1 1.0 t\n")
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
+    for name in ("run.trec", "qrels.tsv"):
+        with pytest.raises(ValueError, match="is read from and would be replaced; use another --output"):
+            evaluate(tmp_path / "run.trec", qrels=tmp_path / "qrels.tsv", output=tmp_path / name)
+    assert evaluate(tmp_path / "run.trec", qrels=tmp_path / "qrels.tsv", output=tmp_path / "out.json")["metrics"]["NDCG@10"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["NDCG@0", "NDCG@99999999999999999999", "recall", "quality@10", "NDCG@x", ""])
 def test_unknown_metrics_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is unknown; use NDCG@10"):
         judged_metrics(*graded(), [name])

@@ -169,6 +169,7 @@ def test_command_prints_json(prepared: Path, monkeypatch: pytest.MonkeyPatch, ca
         (["--per-query", "0"], "per_query=0 asks for no negatives"),
         (["--depth", "5"], "depth=5 passages cannot give per_query=10 negatives"),
         (["--collection", "missing.tsv"], "missing.tsv does not exist"),
+        (["--margin", "nan"], "margin=nan is not a finite number"),
     ],
 )
 def test_command_refuses_bad_options_in_one_line(

@@ -101,6 +101,12 @@ def test_a_cross_encoder_with_several_labels_is_refused(tokenizer_folder: str, t
         next(denoise(word_rows(1), [["w1"]], folder))
 
 
+def test_an_encoder_is_no_cross_encoder(model_folder: str) -> None:
+    """Its head would be made of random numbers."""
+    with pytest.raises(DataError, match="is a BertModel, without a head that scores pairs; give a cross-encoder"):
+        next(denoise(word_rows(1), [["w1"]], model_folder))
+
+
 @pytest.mark.parametrize("kind", ["dense", "denoise"])
 def test_a_missing_model_is_said_in_one_line_before_the_collection_is_read(kind: str, tmp_path: Path, jsonl: Callable) -> None:
     options = {"method": "dense", "model": tmp_path / "none"} if kind == "dense" else {"cross_encoder": tmp_path / "none"}

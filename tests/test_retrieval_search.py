@@ -215,6 +215,51 @@ def test_vectors_of_two_models_are_not_compared(tmp_path: Path) -> None:
         search(vectors, tmp_path / "other", tmp_path / "run.trec", progress=False)
 
 
+def test_queries_in_place_of_passages_are_noticed(tmp_path: Path) -> None:
+    write_vectors(tmp_path / "p", random_vectors(5, 16, 1), list("abcde"), task="document")
+    write_vectors(tmp_path / "q", random_vectors(2, 16, 1), list("ab"), task="query")
+    with pytest.raises(DataError, match=r"q holds queries and .*p passages; give passages first, then queries"):
+        search(tmp_path / "q", tmp_path / "p", tmp_path / "run.trec", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("output", "more", "message"),
+    [
+        ("v/manifest.json", {}, "lies among encoded vectors, whose files it might replace; use another --output"),
+        ("afile/run.trec", {}, "afile is no folder that can be written to; use another --output"),
+        ("v", {}, "v is a folder; give --output a file"),
+        ("run.json", {"json_output": "run.json"}, "run.json is read from and would be replaced; use another --json-output"),
+        ("run.trec", {"device": "foo"}, "device 'foo' cannot be used"),
+        ("run.trec", {"json_output": "run.json", "match": "fuzzy"}, "match='fuzzy' is unknown"),
+    ],
+)
+def test_outputs_that_cannot_be_are_said_before_the_search(output: str, more: dict, message: str, tmp_path: Path) -> None:
+    vectors, queries = folders(tmp_path)
+    (tmp_path / "afile").write_text("mine")
+    before = (vectors / "manifest.json").read_bytes()
+    named = {name: tmp_path / value if name == "json_output" else value for name, value in more.items()}
+    with pytest.raises(ValueError, match=message):
+        search(vectors, queries, tmp_path / output, progress=False, **named)
+    assert (vectors / "manifest.json").read_bytes() == before
+    assert not list(tmp_path.glob("run.*"))
+
+
+@pytest.mark.parametrize("manifest", ["[]", '{"complete": true}', '{"complete": true, "shards": [{}]}'])
+def test_a_damaged_manifest_is_named(manifest: str, tmp_path: Path) -> None:
+    vectors, _ = folders(tmp_path)
+    (vectors / "manifest.json").write_text(manifest)
+    with pytest.raises(DataError, match=r"manifest.json is (no manifest of encoded vectors|damaged).*; encode again into another folder"):
+        Vectors(vectors)
+
+
+def test_a_cut_index_is_named(tmp_path: Path) -> None:
+    vectors, queries = folders(tmp_path)
+    search(vectors, queries, tmp_path / "run.trec", index="Flat", index_file=tmp_path / "index", progress=False)
+    (tmp_path / "index").write_bytes((tmp_path / "index").read_bytes()[:100])
+    with pytest.raises(DataError, match=r"index cannot be read .*; remove it, and it is built anew"):
+        search(vectors, queries, tmp_path / "run.trec", index="Flat", index_file=tmp_path / "index", progress=False)
+
+
 @pytest.mark.parametrize("wrong", [{"k": 0}, {"backend": "x"}, {"engine": "x"}, {"index": "Nonsense"}, {"index_parameters": "nprobe=4"}])
 def test_wrong_options_name_the_remedy(wrong, tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
@@ -271,7 +316,7 @@ def test_run_files_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert np.float32(read["q1"][1].score) == np.float32(0.1)
 
 
-@pytest.mark.parametrize("line", ["q1 Q0 d1 1 0.5", "q1 Q0 d1 one 0.5 tag", "q1 Q0 d1 1 0.5 t\nq1 Q0 d1 2 0.4 t", ""])
+@pytest.mark.parametrize("line", ["q1 Q0 d1 1 0.5", "q1 Q0 d1 one 0.5 tag", "q1 Q0 d1 1 nan tag", "q1 Q0 d1 1 0.5 t\nq1 Q0 d1 2 0.4 t", ""])
 def test_run_files_of_another_form_are_refused_by_line(line, tmp_path: Path) -> None:
     (tmp_path / "run.trec").write_text(line + "\n")
     with pytest.raises(DataError, match=r"line|holds no results") as caught:

@@ -388,6 +388,9 @@ def _check(size: str, cases: Sequence[Case], rounds: int, updates: int, cuda: bo
             raise ValueError(f"way {way!r} is unknown; choose among {', '.join(WAYS)}")
         if work.n_local < 1 or work.n_total % work.n_local:
             raise ValueError(f"n_total={work.n_total} is not a multiple of n_local={work.n_local}")
+        for name, least in {"n_total": 1, "query_tokens": 1, "passage_tokens": 1, "hard_negatives": 0, "bank": 0}.items():
+            if getattr(work, name) < least:
+                raise ValueError(f"{name}={getattr(work, name)} must be at least {least}")
         for name, choices in {"precision": PRECISIONS, "lengths": LENGTHS, "compile": (None, *REGIONS)}.items():
             if getattr(work, name) not in choices:
                 told = ", ".join(choice for choice in choices if choice is not None)

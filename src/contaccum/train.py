@@ -35,6 +35,7 @@ from contaccum.graphs import check_graphs, graph_towers
 from contaccum.halving import HalvingTrainer
 from contaccum.losses import ContAccumLoss
 from contaccum.methods import Batches, build_loss, cut, get_method
+from contaccum.outputs import check_output
 from contaccum.plan import planned
 from contaccum.provenance import provenance
 from contaccum.runlog import EpochOf, Progress, RunLog
@@ -237,9 +238,7 @@ def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
 def _refuse_used_folder(run: Path) -> None:
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
-    nearest = next(folder for folder in (run, *run.parents) if folder.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
-        raise ValueError(f"{run} cannot be made: {nearest} is no folder that can be written to; use another --output")
+    check_output(run)
 
 
 def _make(run: Path) -> None:

@@ -25,6 +25,10 @@ def main() -> None:
         code = app(standalone_mode=False) or 0
     except (ValueError, CheckpointError) as error:
         fail(str(error), 2)
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        fail(f"{error.filename}: {error.strerror}; choose another place, or make it possible there", 2)
     except typer.Abort:  # Ctrl-C, by an older typer
         code = INTERRUPTED
     except Exception as error:

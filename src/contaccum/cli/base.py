@@ -56,6 +56,14 @@ def _default(value: Any) -> str:
     return "" if value in (None, "") else f" (default {value})"
 
 
+def whole_numbers(option: str, text: str, example: str) -> list[int]:
+    """Of "1, 20": [1, 20]."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"{option} {text!r} must be whole numbers with commas between, as {example}")
+    return [int(part) for part in parts]
+
+
 def show_table(table: Sequence[Sequence[str]]) -> None:
     """Head and lines, the first column to the left."""
     from rich import box

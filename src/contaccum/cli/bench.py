@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from contaccum.cli.base import app, show_table
+from contaccum.cli.base import app, show_table, whole_numbers
 
 
 @app.command("bench")
@@ -43,9 +43,11 @@ def bench(
     """
     from contaccum.bench import WAYS, Workload, measure
     from contaccum.budget import limit_memory
+    from contaccum.outputs import check_file
     from contaccum.provenance import provenance
     from contaccum.sizes import parse_bytes
 
+    check_file(output)
     if memory is not None and (cannot := limit_memory(parse_bytes(memory))):
         print(f"note: {cannot}", file=sys.stderr)
     chosen = list(WAYS) if ways is None else [way.strip() for way in ways.split(",")]
@@ -93,6 +95,4 @@ def _line(row: dict[str, Any]) -> list[str]:
 
 
 def _numbers(name: str, text: str) -> list[int]:
-    if not text.replace(",", "").replace(" ", "").isdigit():
-        raise ValueError(f"--{name} {text!r} must be whole numbers with commas between, as 128,512")
-    return [int(number) for number in text.split(",")]
+    return whole_numbers(f"--{name}", text, "128,512")

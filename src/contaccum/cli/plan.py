@@ -60,7 +60,7 @@ def plan(
         "passage_model": passage_model,
         "memory": memory,
         "n_total": n_total,
-        "max_seq_length": seq or longest(model, passage_model, TrainConfig.max_seq_length),
+        "max_seq_length": longest(model, passage_model, TrainConfig.max_seq_length) if seq is None else seq,
         "method": method,
         "hard_negatives": hard_negatives,
         "bank": bank,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from contaccum.cli.base import app, show_table
+from contaccum.cli.base import app, show_table, whole_numbers
 
 
 @app.command("reproduce")
@@ -57,9 +57,7 @@ def reproduce(
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    if not all(seed.strip().isdigit() for seed in text.split(",")):
-        raise ValueError(f"--seeds {text!r} must be whole numbers with commas between, as 0,1,2")
-    return tuple(dict.fromkeys(int(seed) for seed in text.split(",")))
+    return tuple(dict.fromkeys(whole_numbers("--seeds", text, "0,1,2")))
 
 
 def _settings(words: list[str]) -> dict[str, Any]:
@@ -71,7 +69,10 @@ def _settings(words: list[str]) -> dict[str, Any]:
     pairs = [word.partition("=") for word in words]
     if wrong := [word for word, (_, equals, _) in zip(words, pairs, strict=True) if not equals]:
         raise ValueError(f"--set {wrong[0]!r} must be NAME=VALUE, as lr=1e-4")
-    values = {name.replace("-", "_"): yaml.safe_load(value) for name, _, value in pairs}
+    try:
+        values = {name.replace("-", "_"): yaml.safe_load(value) for name, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {words} holds a value that cannot be read: {' '.join(str(error).split())}") from error
     if own := set(values) & {"data", "output", "model", "seed", "method"}:
         raise ValueError(f"--set {own.pop()} is the experiment's own; use its option")
     if own := set(values) & {"n_local", "drift_correction"}:

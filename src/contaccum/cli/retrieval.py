@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from contaccum.cli.base import app
+from contaccum.cli.base import app, whole_numbers
 
 
 @app.command("encode")
@@ -154,8 +154,6 @@ def evaluate(
     """
     from contaccum.retrieval import evaluate as run_evaluate
 
-    if not top.replace(",", "").replace(" ", "").isdigit():
-        raise ValueError(f"--top {top!r} must be whole numbers with commas between, as 20,100")
     result = run_evaluate(
         run,
         qrels=qrels,
@@ -164,7 +162,7 @@ def evaluate(
         split=split,
         match=match,
         metrics=metrics.split(","),
-        top=[int(number) for number in top.split(",")],
+        top=whole_numbers("--top", top, "20,100"),
         compare=compare,
         output=output,
     )

@@ -21,9 +21,10 @@ from tqdm import tqdm
 from contaccum.data.beir import find_qrels, is_beir, read_collection
 from contaccum.data.dpr import read_passages
 from contaccum.data.files import bare_suffix, passage_text, read_jsonl, text_field
-from contaccum.data.negatives import check_numbers, denoise, given, load_model, mine_bm25, mine_dense
-from contaccum.data.training import FEATURES, load_training_set
+from contaccum.data.negatives import check_floats, check_numbers, denoise, given, load_cross_encoder, load_model, mine_bm25, mine_dense
+from contaccum.data.training import FEATURES, load_training_set, quiet_datasets
 from contaccum.errors import DataError
+from contaccum.outputs import check_output
 from contaccum.provenance import provenance
 from contaccum.retrieval.answers import check_match
 
@@ -65,9 +66,11 @@ def mine(
     started = time.monotonic()
     data, output = Path(data), Path(output)
     _check(data, output, method, splits)
+    check_output(output)
+    check_floats(margin=margin, **{name: value for name, value in (filters or {}).items() if isinstance(value, float)})
     # Whatever is wrong with an option or a model is said before the collection is read, which may take long.
     miner = _miner(method, per_query, depth, match, stopwords, model, filters or {})
-    scorer = None if cross_encoder is None else _cross_encoder(cross_encoder)
+    scorer = None if cross_encoder is None else load_cross_encoder(cross_encoder)
     with _scratch_beside(output) as scratch:
         tables = {name: load_training_set(data, name) for name in split_names(data)}
         mined = concatenate_datasets([tables[name] for name in splits])
@@ -81,7 +84,8 @@ def mine(
             tables[name] = _written(_filled(tables[name], negatives, counts), FEATURES, scratch / f"{name}.arrow")
         assert next(negatives, None) is None
         summary = _summary(counts, len(passages), time.monotonic() - started)
-        DatasetDict(tables).save_to_disk(str(scratch / "whole"))
+        with quiet_datasets():
+            DatasetDict(tables).save_to_disk(str(scratch / "whole"))
         (scratch / "whole" / "mine.json").write_text(json.dumps(summary | provenance(), indent=1))
         os.replace(scratch / "whole", output)
     return summary
@@ -127,14 +131,11 @@ def split_names(data: Path) -> list[str]:
     if is_beir(data):
         return list(find_qrels(data))
     if (listing := data / "dataset_dict.json").is_file():
-        return list(json.loads(listing.read_text())["splits"])
+        try:
+            return list(json.loads(listing.read_text())["splits"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set anew") from error
     return ["train"]
-
-
-def _cross_encoder(name: str | Path) -> Any:
-    from sentence_transformers import CrossEncoder
-
-    return load_model(CrossEncoder, name)
 
 
 @contextmanager

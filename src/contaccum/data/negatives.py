@@ -10,6 +10,7 @@ Each miner gives one list of texts per row of the training set, in its order, as
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 from collections import defaultdict
@@ -204,9 +205,7 @@ def denoise(
 
     Scores are the cross-encoder's logits, without the sigmoid that it may end in: MS MARCO's usual margin of 3 is meant for these.
     """
-    from sentence_transformers import CrossEncoder
-
-    scorer = load_model(CrossEncoder, cross_encoder) if isinstance(cross_encoder, (str, Path)) else cross_encoder
+    scorer = load_cross_encoder(cross_encoder) if isinstance(cross_encoder, (str, Path)) else cross_encoder
     return _denoised(dataset, negatives, scorer, margin, batch_size)
 
 
@@ -230,13 +229,31 @@ def _logits(scorer: CrossEncoder, texts: list[tuple[str, str]], batch_size: int)
     return [float(score) for score in scores]
 
 
+def load_cross_encoder(name: str | Path) -> CrossEncoder:
+    from sentence_transformers import CrossEncoder
+
+    loaded: CrossEncoder = load_model(CrossEncoder, name)
+    heads = getattr(getattr(loaded.model, "config", None), "architectures", None) or []
+    if heads and not any("For" in head for head in heads):  # its scores would be those of random weights
+        raise DataError(f"{name} is a {heads[0]}, without a head that scores pairs; give a cross-encoder")
+    return loaded
+
+
 def load_model(kind: type[Any], name: str | Path) -> Any:
-    """`kind(name)`, from the hub or a folder."""
+    """`kind(name)`, from the hub or a folder, in single precision: half of it is many times slower on a CPU."""
+    import torch
+
     try:
-        return kind(str(name))
+        return kind(str(name), model_kwargs={"dtype": torch.float32})
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
         raise DataError(f"{name} cannot be loaded as a {kind.__name__}; give a model folder or a hub name ({why})") from error
+
+
+def check_floats(**given: float) -> None:
+    for name, value in given.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value} is not a finite number; give one, or leave it out")
 
 
 def check_numbers(per_query: int, depth: int) -> None:

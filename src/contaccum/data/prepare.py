@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +19,9 @@ from contaccum.data.msmarco import MARGIN, SYSTEMS
 from contaccum.data.pairs import Columns
 from contaccum.data.rows import Row, Tally
 from contaccum.data.sources import FORMATS, ReadOptions, detect, open_splits
-from contaccum.data.training import FEATURES
+from contaccum.data.training import FEATURES, quiet_datasets
 from contaccum.errors import DataError
+from contaccum.outputs import check_output
 
 SUMMARY_FILE = "prepare.json"
 SAMPLES = 2
@@ -104,6 +104,7 @@ def prepare(
     output, name = Path(output), None if source is None else str(source)
     paths = {split: Path(path) for split, path in (files or {}).items()}
     _check(name, paths, output, format, max_negatives, margin)
+    check_output(output)
     kind = detect(name, paths) if format == "auto" else format
     options = ReadOptions(columns or Columns(), subset, require_negatives, tuple(systems), margin, max_negatives)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +183,7 @@ def _save(summary: PrepareSummary, scratch: Path, output: Path, judged: bool) ->
     """The Arrow files as one folder, written beside its final name and renamed when whole."""
     whole = scratch / "whole"
     tables = {split: datasets.Dataset.from_file(str(scratch / f"{split}.arrow")) for split in summary.splits}
-    with _quiet_datasets():
+    with quiet_datasets():
         datasets.DatasetDict(tables).save_to_disk(str(whole))
     if judged:
         write_judged(tables, whole / "beir")
@@ -190,15 +191,3 @@ def _save(summary: PrepareSummary, scratch: Path, output: Path, judged: bool) ->
     if output.exists():
         output.rmdir()
     os.replace(whole, output)
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """Without the library's own bars: one bar at a time."""
-    hidden = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not hidden:
-            datasets.enable_progress_bars()

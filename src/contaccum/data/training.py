@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow.compute  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_from_disk
 
@@ -130,3 +133,15 @@ class DrawNegatives:
 
 def negative_columns(count: int) -> list[str]:
     return ["negative"] if count == 1 else [f"negative_{i + 1}" for i in range(count)]
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Without the library's own bars: one bar at a time."""
+    hidden = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not hidden:
+            datasets.enable_progress_bars()

@@ -59,6 +59,13 @@ class Ready:
     hard_negatives: bool
 
 
+def check_source(name: str, source: Path | None) -> None:
+    """DataError where files are needed that are not there."""
+    if DATASETS[name].form != "harvest" and (source is None or not source.is_dir()):
+        given = "none was given" if source is None else f"{source} is no folder"
+        raise DataError(f"{name} needs --data, the folder with its files ({given}); contaccum prepare --download fetches the public ones")
+
+
 def ready(name: str, source: Path | None, folder: Path, scale: Scale) -> Ready:
     """Prepare the data set once under `folder`; what is there already is used again."""
     if name not in DATASETS:
@@ -67,9 +74,7 @@ def ready(name: str, source: Path | None, folder: Path, scale: Scale) -> Ready:
     if known.exists():
         return Ready(**{**json.loads(known.read_text()), "metrics": tuple(json.loads(known.read_text())["metrics"])})
     dataset = DATASETS[name]
-    if dataset.form != "harvest" and (source is None or not source.is_dir()):
-        given = "none was given" if source is None else f"{source} is no folder"
-        raise DataError(f"{name} needs --data, the folder with its files ({given}); contaccum prepare --download fetches the public ones")
+    check_source(name, source)
     folder.mkdir(parents=True, exist_ok=True)
     found = {"harvest": _harvested, "beir": _beir, "msmarco": _msmarco, "dpr": _dpr}[dataset.form](dataset, source or folder, folder, scale)
     part = known.with_suffix(".part")

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, simmass, speed
-from contaccum.experiments.datasets import DATASETS, Ready, corpus_texts, ready
+from contaccum.experiments.datasets import DATASETS, Ready, check_source, corpus_texts, ready
 from contaccum.experiments.grid import SCALES, Cell, Experiment, Scale, with_seeds
 from contaccum.experiments.processes import in_processes, in_this_process
 from contaccum.experiments.tables import markdown, rows_of, table_of
+from contaccum.outputs import check_output
 from contaccum.provenance import provenance
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -67,7 +68,8 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """What results in one folder have in common, as JSON keeps it."""
         shared = {name: getattr(self, name) for name in ("experiment", "dataset", "scale", "model")}
-        found: dict[str, Any] = json.loads(json.dumps({**shared, "settings": dict(self.settings)}))
+        data = None if self.data is None else str(self.data.resolve())
+        found: dict[str, Any] = json.loads(json.dumps({**shared, "data": data, "settings": dict(self.settings)}))
         return found
 
 
@@ -79,8 +81,10 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
     folders = {cell.name: request.output / "cells" / cell.name for cell in cells}
     for cell in cells:
         _check_finished(cell, folders[cell.name], dict(request.settings))
-    _claim(request)
     waiting = [cell for cell in cells if not (folders[cell.name] / "result.json").exists()]
+    if any(cell.kind == "train" for cell in waiting) and not (request.output / "data").exists():
+        check_source(request.dataset, request.data)
+    _claim(request)
     say(f"{experiment.name} ({experiment.paper}): {len(cells)} cells, {len(cells) - len(waiting)} finished before")
     if waiting:
         base = _base(request, any(cell.kind == "train" for cell in waiting))
@@ -101,10 +105,13 @@ def _claim(request: Request) -> None:
     file, wanted = request.output / "request.json", request.identity()
     if file.exists():
         before = json.loads(file.read_text(encoding="utf-8"))
-        if differing := [name for name in wanted if before.get(name) != wanted[name]]:
+        if differing := [name for name in wanted if name in before and before[name] != wanted[name]]:
             name = differing[0]
             raise ValueError(f"{request.output} was begun with {name}={before.get(name)!r}, not {wanted[name]!r}; use another --output")
         return
+    check_output(request.output)
+    if request.output.exists() and any(request.output.iterdir()):
+        raise ValueError(f"{request.output} is not empty and holds no experiment; use another --output")
     request.output.mkdir(parents=True, exist_ok=True)
     _replace(file, json.dumps(wanted, indent=1) + "\n")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from contaccum.outputs import check_file
 from contaccum.report.figures import drawings
 from contaccum.report.folders import read_run_folder
 from contaccum.report.page import page
@@ -19,6 +20,7 @@ from contaccum.report.tables import as_markdown, difference_tables, legend, pair
 from contaccum.report.verdict import verdict
 from contaccum.retrieval.runs import whole_file
 
+RUN_FILES = ("config.yaml", "run.json", "log.jsonl", "diagnostics.jsonl", "dev.jsonl", "summary.json", "evaluation.json")
 TITLE = "Training runs compared"
 
 
@@ -48,7 +50,7 @@ def report(
         introduction: plain text, below the verdict. provenance: of the whole, besides that of each run.
     """
     folders = [Path(run) for run in runs]
-    _check(folders, Path(output))
+    _check(folders, [Path(file) for file in (output, json_output, markdown) if file is not None])
     rows = rows_of([read_run_folder(folder) for folder in folders], names)
     summary = summarise(rows, metric, baseline, compare)
     drawn = list(drawings(summary))
@@ -79,14 +81,16 @@ def as_text(summary: Summary) -> str:
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
-def _check(folders: Sequence[Path], output: Path) -> None:
+def _check(folders: Sequence[Path], outputs: Sequence[Path]) -> None:
     if not folders:
         raise ValueError("no run was given; give folders that contaccum train wrote")
     resolved = [folder.resolve() for folder in folders]
     if twice := next((folder for place, folder in enumerate(folders) if resolved[place] in resolved[:place]), None):
         raise ValueError(f"{twice} was given twice; give each run once")
-    if output.is_dir():
-        raise ValueError(f"{output} is a folder; give --output a file, as report.html")
+    for place, output in enumerate(outputs):
+        if output.is_dir():
+            raise ValueError(f"{output} is a folder; give --output a file, as report.html")
+        check_file(output, [*outputs[:place], *(folder / name for folder in folders for name in RUN_FILES)])
 
 
 def _write(file: str | Path, text: str) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.errors import DataError
+from contaccum.outputs import check_output
 from contaccum.provenance import provenance
 from contaccum.retrieval.shards import (
     DTYPES,
@@ -80,6 +81,8 @@ def encode(
 
     started, output = time.monotonic(), Path(output)
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
+    check_output(output)
+    check_output(token_cache, option="--token-cache")
     source = _Source(texts, queries, split)
     loaded = load_model(model, device, max_seq_length)
     encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision, token_cache)

@@ -9,6 +9,7 @@ from typing import Any
 from contaccum.data.beir import read_qrels
 from contaccum.data.files import bare_suffix, shown
 from contaccum.errors import DataError
+from contaccum.outputs import check_file
 from contaccum.retrieval.compare import paired_comparison
 from contaccum.retrieval.metrics import DEFAULT, PerQuery, judged_metrics
 from contaccum.retrieval.runs import Run, read_dpr_results, read_run
@@ -44,6 +45,7 @@ def evaluate(
     """
     if not top or min(top) < 1:
         raise ValueError(f"top={list(top)} must be numbers of passages, 1 or more")
+    check_file(output, (run, qrels, queries, collection, compare))
 
     def judge(path: str | Path) -> PerQuery:
         return _judge(Path(path), qrels, queries, collection, split, match, metrics, top)

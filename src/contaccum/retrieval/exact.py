@@ -55,6 +55,7 @@ def exact_search(
     """Equals `brute_force`. `advance` is told how many vectors have passed. Queries (n, dim) and results must fit in memory."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    check_device(device)
     place = torch.device("cpu" if backend == "faiss" else device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = torch.from_numpy(np.ascontiguousarray(queries)).to(place)
     half = asked.dtype == torch.float16 and vectors.dtype == np.float16
@@ -224,3 +225,12 @@ def _full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def check_device(device: str | None) -> None:
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}; use cpu, or leave it out") from error

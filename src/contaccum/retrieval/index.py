@@ -26,7 +26,10 @@ def open_index(vectors: Vectors, factory: str, file: Path, advance: Callable[[in
     if file.exists():
         if _told(file) != wanted:
             raise DataError(f"{file} is an index of other vectors or another kind than {factory}; remove it or give another --index-file")
-        return faiss.read_index(str(file))
+        try:
+            return faiss.read_index(str(file))
+        except RuntimeError as error:
+            raise DataError(f"{file} cannot be read ({_reason(error)}); remove it, and it is built anew") from error
     index = _build(vectors, factory, advance)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")

@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from contaccum.data.files import shown
+from contaccum.errors import DataError
 from contaccum.retrieval.runs import Run
 
 DEFAULT = ("NDCG@10", "Recall@100", "MRR@10", "MAP@100")
@@ -43,13 +45,15 @@ def judged_metrics(run: Run, qrels: Mapping[str, Mapping[str, int]], names: Sequ
     measures = [_parse(name) for name in names]
     if not qrels:
         raise ValueError("no query is judged; give qrels with at least one judgement")
+    if not any(query in run for query in qrels):
+        raise DataError(f"the run has none of the judged queries, such as {shown(next(iter(qrels)))}; do they belong together?")
     judge = _pytrec_eval().RelevanceEvaluator({query: dict(grades) for query, grades in qrels.items()}, {m.asked for m in measures})
     found = judge.evaluate({query: {hit.id: hit.score for hit in run[query]} for query in qrels if run.get(query)})
     return {m.shown: {query: m.value(found[query]) if query in found else 0.0 for query in qrels} for m in measures}
 
 
 def _parse(name: str) -> Measure:
-    match = re.fullmatch(r"([a-z]+)(?:@([1-9]\d*))?", name.strip().lower())
+    match = re.fullmatch(r"([a-z]+)(?:@([1-9]\d{0,8}))?", name.strip().lower())
     shown, cut, whole = MEASURES.get(match[1], ("", None, None)) if match else ("", None, None)
     at = match[2] if match else None
     if at is None and whole is not None:

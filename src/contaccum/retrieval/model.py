@@ -12,9 +12,12 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Module, Transformer
 
+from contaccum.retrieval.exact import check_device
+
 
 def load_model(model: Any, device: str | None = None, max_seq_length: int | None = None) -> SentenceTransformer:
     """A SentenceTransformer on its device, from a folder or name, or itself; under torchrun each process has its own GPU."""
+    check_device(device)
     if isinstance(model, (str, Path)):
         if device is None and torch.cuda.is_available():
             device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"

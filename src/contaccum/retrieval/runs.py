@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def _trec_run(path: Path) -> Run:
             continue
         try:
             query, _, key, rank, score, _ = fields
-            known, place = ranked.setdefault(query, {}), (int(rank), float(score))
+            known, place = ranked.setdefault(query, {}), (int(rank), _number(score))
         except ValueError as error:
             raise DataError(f"{path}, line {number}: 'query Q0 passage rank score tag' is needed, not {shown(line.strip())}") from error
         if key in known:
@@ -84,13 +85,20 @@ def _trec_run(path: Path) -> Run:
     }
 
 
+def _number(score: Any) -> float:
+    number = float(score)
+    if math.isnan(number):
+        raise ValueError(f"{score} is no score")
+    return number
+
+
 def read_dpr_results(path: Path) -> Iterator[tuple[Query, list[Hit], list[str]]]:
     """(query with its answers, hits, the hits' texts) for every record of DPR's retriever output."""
     for number, (line, record) in enumerate(read_array(path)):
         try:
             query = Query(str(record.get("id", number)), str(record["question"]), [str(answer) for answer in record.get("answers", [])])
             passages = record["ctxs"]
-            yield query, [Hit(str(p["id"]), float(p["score"])) for p in passages], [str(p["text"]) for p in passages]
+            yield query, [Hit(str(p["id"]), _number(p["score"])) for p in passages], [str(p["text"]) for p in passages]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"{path}, line {line}: no record of DPR's retriever output ({error!r}); give 'question', 'answers', 'ctxs'"

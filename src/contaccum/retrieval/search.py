@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.errors import DataError
+from contaccum.outputs import check_file
 from contaccum.retrieval.runs import Hit, Run, read_run, whole_file, write_dpr_results, write_run
 from contaccum.retrieval.shards import Vectors
 from contaccum.retrieval.texts import Query, read_collection_of, read_queries
@@ -59,7 +60,8 @@ def search(
     _check(k, engine, index, index_parameters, json_output)
     passages, asked = Vectors(vectors, verify), Vectors(queries, verify)
     check_same_model(passages, asked)
-    texts = None if json_output is None else _texts_of(passages, asked, collection, query_texts, split)
+    _check_outputs(passages, asked, output, json_output, index_file)
+    texts = None if json_output is None else _texts_of(passages, asked, collection, query_texts, split, match)
     with (
         _progress(progress, len(passages), len(asked)) as advance,
         whole_file(output) as file,
@@ -82,12 +84,27 @@ def search(
 
 
 def _texts_of(
-    passages: Vectors, asked: Vectors, collection: str | Path | None, query_texts: str | Path | None, split: str | None
+    passages: Vectors, asked: Vectors, collection: str | Path | None, query_texts: str | Path | None, split: str | None, match: str
 ) -> tuple[list[Query], str | Path]:
-    """Queries and collection for the JSON output; what cannot be read is said before the search."""
+    """Queries and collection for the JSON output; what cannot be read is said before the search, and how answers cannot be looked for."""
+    from contaccum.retrieval.answers import check_match
+
+    check_match(match)
     collection = collection or passages.manifest["source"]
     next(read_collection_of(collection))
     return read_queries(query_texts or asked.manifest["source"], split or asked.manifest.get("split")), collection
+
+
+def _check_outputs(
+    passages: Vectors, asked: Vectors, output: str | Path, json_output: str | Path | None, index_file: str | Path | None
+) -> None:
+    folders = [passages.folder.resolve(), asked.folder.resolve()]
+    for file, option in ((output, "--output"), (json_output, "--json-output")):
+        check_file(file, option=option)
+        if file is not None and Path(file).resolve().parent in folders:
+            raise ValueError(f"{file} lies among encoded vectors, whose files it might replace; use another {option}")
+    check_file(json_output, (output, index_file), "--json-output")
+    check_file(index_file, (output,), "--index-file")
 
 
 def check_same_model(passages: Vectors, queries: Vectors) -> None:
@@ -96,6 +113,8 @@ def check_same_model(passages: Vectors, queries: Vectors) -> None:
         one, other = passages.manifest.get(name), queries.manifest.get(name)
         if one != other:
             raise DataError(f"{passages.folder} and {queries.folder} differ in {name} ({one} and {other}); encode both with one model")
+    if (passages.manifest.get("task"), queries.manifest.get("task")) == ("query", "document"):
+        raise DataError(f"{passages.folder} holds queries and {queries.folder} passages; give passages first, then queries")
 
 
 @contextmanager

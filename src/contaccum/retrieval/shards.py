@@ -94,7 +94,10 @@ def read_entry(folder: Path, number: int) -> ShardEntry | None:
     """The entry of a shard whose files are whole and unchanged; None where there is none or they are not."""
     if not (file := _entry_file(folder, number)).exists():
         return None
-    entry = ShardEntry(**json.loads(file.read_text(encoding="utf-8")))
+    try:
+        entry = ShardEntry(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):  # cut off or not ours: made anew
+        return None
     expected = {entry.vectors_name: entry.vectors_sha256, entry.ids_name: entry.ids_sha256}
     whole = all((folder / name).exists() and sha256_of(folder / name) == checksum for name, checksum in expected.items())
     return entry if whole else None
@@ -123,6 +126,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError(f"{file} is no JSON ({error}); encode again into another folder") from error
+    if not isinstance(manifest, dict):
+        raise DataError(f"{file} is no manifest of encoded vectors; encode again into another folder")
     return manifest
 
 
@@ -137,8 +142,11 @@ class Vectors:
         self.manifest = read_manifest(self.folder)
         if not self.manifest.get("complete"):
             raise DataError(f"{self.folder} is not whole yet; run its contaccum encode again, which goes on where it stopped")
-        self.shards = [ShardEntry(**entry) for entry in self.manifest["shards"]]
-        self.dim, self.dtype = int(self.manifest["dim"]), np.dtype(self.manifest["dtype"])
+        try:
+            self.shards = [ShardEntry(**entry) for entry in self.manifest["shards"]]
+            self.dim, self.dtype = int(self.manifest["dim"]), np.dtype(self.manifest["dtype"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{self.folder / MANIFEST} is damaged ({error!r}); encode again into another folder") from error
         self.starts = np.cumsum([0, *(shard.count for shard in self.shards)])  # of each shard's first row; the last is the count
         self._ids = [self._open_ids(shard) for shard in self.shards]
         self._id_width = max(ids.dtype.itemsize for ids in self._ids)
