@@ -97,7 +97,7 @@ def test_an_evaluation_does_not_replace_what_it_reads(tmp_path) -> None:
     (tmp_path / "run.trec").write_text("q Q0 a 1 1.0 t\n")
     (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
     for name in ("run.trec", "qrels.tsv"):
-        with pytest.raises(ValueError, match="is read from and would be replaced; use another --output"):
+        with pytest.raises(ValueError, match="is also read or written here and would be replaced; use another --output"):
             evaluate(tmp_path / "run.trec", qrels=tmp_path / "qrels.tsv", output=tmp_path / name)
     assert evaluate(tmp_path / "run.trec", qrels=tmp_path / "qrels.tsv", output=tmp_path / "out.json")["metrics"]["NDCG@10"] == 1.0
 

@@ -144,7 +144,7 @@ def test_runs_must_be_given_once_and_the_output_be_a_file(tmp_path: Path) -> Non
         report([run], tmp_path)
     log = (run / "log.jsonl").read_bytes()
     for output, more in ((run / "log.jsonl", {}), (tmp_path / "r.html", {"json_output": run / "log.jsonl"})):
-        with pytest.raises(ValueError, match=r"log.jsonl is read from and would be replaced"):
+        with pytest.raises(ValueError, match=r"log.jsonl is also read or written here and would be replaced"):
             report([run], output, **more)
     assert (run / "log.jsonl").read_bytes() == log
     bare = make_run(tmp_path / "b", method="gradaccum")

@@ -228,7 +228,7 @@ def test_queries_in_place_of_passages_are_noticed(tmp_path: Path) -> None:
         ("v/manifest.json", {}, "lies among encoded vectors, whose files it might replace; use another --output"),
         ("afile/run.trec", {}, "afile is no folder that can be written to; use another --output"),
         ("v", {}, "v is a folder; give --output a file"),
-        ("run.json", {"json_output": "run.json"}, "run.json is read from and would be replaced; use another --json-output"),
+        ("run.json", {"json_output": "run.json"}, "run.json is also read or written here and would be replaced; use another --json-output"),
         ("run.trec", {"device": "foo"}, "device 'foo' cannot be used"),
         ("run.trec", {"json_output": "run.json", "match": "fuzzy"}, "match='fuzzy' is unknown"),
     ],

@@ -204,7 +204,6 @@ MISTAKES = {
     "model": ({"model": "nowhere"}, "no model can be read from nowhere"),
     "model's path": ({"model": "/nowhere"}, "no model can be read from /nowhere: there is no such folder or file"),
     "tokenizer": ({"tokenizer": "/nowhere"}, "no tokenizer can be read from /nowhere: there is no such folder or file"),
-    "output": ({"output": "/proc/run"}, "/proc/run cannot be made: "),
     "no updates": ({"max_updates": 0}, "max_updates=0 must be above 0; leave it out for no limit"),
     "no rows": ({"limit": 0}, "limit=0 must be above 0; leave it out for no limit"),
     "learning rate": ({"lr": float("inf")}, "lr=inf is not a finite number; give one, or leave it out"),
@@ -261,9 +260,10 @@ def test_command_line_says_one_line_and_exits_with_2(jsonl, model_folder, tmp_pa
         (["train", "--lr", "abc"], "error: Invalid value for '--lr': "),
         (["train", "--learning", "3"], "error: No such option: --learning"),
         (["trian"], "error: No such command 'trian'"),
+        (["reproduce", "memory", "--scale", "tiny", "--output", "/proc/run"], "error: /proc/run"),
     ],
 )
-def test_what_cannot_be_parsed_is_one_line(given: list[str], told: str) -> None:
+def test_what_cannot_be_parsed_or_made_is_one_line(given: list[str], told: str) -> None:
     done = run([sys.executable, "-m", "contaccum", *given])
     assert done.returncode == 2
     assert done.stderr.startswith(told)

@@ -1,4 +1,4 @@
-"""`ContAccumTrainer` and `ContAccumCallback`: when banks are reset, aged, saved and left alone; and what else people train with."""
+"""`ContAccumTrainer` and `ContAccumCallback`: when banks are reset, aged and left alone; and what else people train with."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from conftest import assert_close, rows
 from contaccum import CachedContAccumLoss, ContAccumCallback, ContAccumLoss, ContAccumTrainer
-from contaccum.errors import CheckpointError
-from contaccum.trainer import bank_losses, last_complete_checkpoint
+from contaccum.trainer import bank_losses
 
 ROUTES = {"query": "query", "positive": "document"}
 
@@ -226,24 +225,6 @@ def test_one_loss_for_two_data_sets_counts_once(tiny_encoder) -> None:
     assert (loss.criterion.bank.size, loss.criterion.updates) == (8 * 4 * 2, 1)
 
 
-@pytest.mark.parametrize("way", ["trainer", "callback"])
-@pytest.mark.parametrize("bank", [12, "auto"])
-def test_resume_is_bit_equal(tiny_encoder, tmp_path, way, bank) -> None:
-    """With dropout, two epochs, and a checkpoint in the middle of the first."""
-
-    def run(folder: Path, resume: str | None = None):
-        model = tiny_encoder()
-        loss = ContAccumLoss(model, bank_size=bank)
-        plain = {"trainer_class": SentenceTransformerTrainer, "callbacks": [ContAccumCallback(loss, checkpoint=resume)]}
-        options = plain if way == "callback" else {}
-        return trained(model, folder, loss=loss, num_train_epochs=2, save_strategy="steps", save_steps=3, resume=resume, **options)
-
-    whole = run(tmp_path / "whole")
-    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-3"))
-    assert_bit_equal(state_of(whole), state_of(resumed))
-    assert resumed.loss.criterion.bank.size == (4 if bank == "auto" else 12)
-
-
 def test_a_callback_of_one_s_own_does_not_count_updates_twice(tiny_encoder, tmp_path) -> None:
     model = tiny_encoder()
     loss = ContAccumLoss(model, bank_size=12)
@@ -258,61 +239,6 @@ def test_ages_follow_an_optimizer_of_one_s_own(tiny_encoder, tmp_path) -> None:
     loss = ContAccumLoss(model, bank_size=12)
     trained(model, tmp_path, partial(ContAccumTrainer, optimizers=optimizers), loss)
     assert loss.criterion.bank.ages.tolist() == [2.0] * 4 + [1.0] * 8
-
-
-def test_a_callback_does_not_take_another_run_s_bank(tiny_encoder, tmp_path) -> None:
-    """A trainer does not say which folder it resumes: its own is taken for it, unless it is of another run, or not there."""
-
-    def run(folder: str, resume: str | None = None, named: bool = False, seed: int = 1) -> Any:
-        model = tiny_encoder()
-        loss = ContAccumLoss(model, bank_size=12)
-        given = str(tmp_path / resume) if resume else None
-        callbacks = [ContAccumCallback(loss, given if named else None)]
-        options = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "seed": seed, "resume": given}
-        return trained(model, tmp_path / folder, SentenceTransformerTrainer, loss, callbacks=callbacks, **options)
-
-    whole = run("a")
-    run("b", seed=2)
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 is of another run than the one that is resumed; name the folder"):
-        run("b", resume="a/checkpoint-2")
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 is no complete checkpoint; name the folder that is resumed"):
-        run("c", resume="a/checkpoint-2")
-    assert_bit_equal(state_of(run("c", resume="a/checkpoint-2", named=True)), state_of(whole))
-    assert_bit_equal(state_of(run("a", resume="a/checkpoint-2")), state_of(whole))
-
-
-def test_a_bank_of_another_loss_is_refused(tiny_encoder, tmp_path) -> None:
-    saved = {"save_strategy": "steps", "save_steps": 2}
-    trained(tiny_encoder(), tmp_path, **saved)
-    model = tiny_encoder()
-    with pytest.raises(ValueError, match=re.escape("the saved bank is of scale=20.0, this loss has scale=50.0; use what it was saved")):
-        trained(model, tmp_path, loss=ContAccumLoss(model, scale=50, bank_size=12), resume=True)
-    with pytest.raises(ValueError, match=re.escape("drift_correction='mean+zero-sum', this loss has drift_correction=None")):
-        trained(model, tmp_path, loss=ContAccumLoss(model, drift_correction=None, bank_size=12), resume=True)
-    two = {name: ContAccumLoss(model, bank_size=12) for name in "ab"}
-    with pytest.raises(CheckpointError, match="holds the banks of 1 losses, but there are 2; resume with those losses"):
-        trained(model, tmp_path, loss=two, data={"a": dataset(16), "b": dataset(16)}, resume=True)
-    file = tmp_path / "checkpoint-4" / "contaccum_state.pt"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"checkpoint-4/contaccum_state.pt cannot be read"):
-        trained(model, tmp_path, resume=True)
-
-
-def test_a_checkpoint_without_a_bank_is_refused(tiny_encoder, tmp_path) -> None:
-    trained(tiny_encoder(), tmp_path, trainer_class=SentenceTransformerTrainer, save_strategy="steps", save_steps=2)
-    with pytest.raises(CheckpointError, match=r"has no contaccum_state.pt"):
-        trained(tiny_encoder(), tmp_path, resume=True)
-
-
-def test_incomplete_checkpoints_are_passed_over(tmp_path) -> None:
-    for step, state in ((2, "{}"), (10, "{}"), (12, '{"global_st'), (14, None)):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        if state is not None:
-            (folder / "trainer_state.json").write_text(state)
-    assert last_complete_checkpoint(tmp_path).name == "checkpoint-10"
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        last_complete_checkpoint(tmp_path / "checkpoint-2")
 
 
 def test_short_last_micro_batch(tiny_encoder, tmp_path) -> None:

@@ -76,11 +76,9 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     loss = _loss(config, model, batches, processes)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
-    arguments = _arguments(config, batches, processes, len(dataset), columns)
-    _make(run)
     trainer = (HalvingTrainer if auto and not get_method(config.method).whole else ContAccumTrainer)(
         model=model,
-        args=arguments,
+        args=_arguments(config, batches, processes, len(dataset), columns),
         train_dataset=dataset,
         loss=loss,
         evaluator=dev,
@@ -241,16 +239,9 @@ def _refuse_used_folder(run: Path) -> None:
     check_output(run)
 
 
-def _make(run: Path) -> None:
-    """What only trying can tell."""
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{run} cannot be made: {error.strerror}; use another --output") from error
-
-
 def _claim(run: Path, config: TrainConfig) -> None:
     """Only now, when nothing of the input can be refused any more, is anything written."""
+    run.mkdir(parents=True, exist_ok=True)
     (run / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
     (run / "run.json").write_text(json.dumps(provenance(config.seed), indent=1) + "\n", encoding="utf-8")
 

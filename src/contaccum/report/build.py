@@ -50,7 +50,7 @@ def report(
         introduction: plain text, below the verdict. provenance: of the whole, besides that of each run.
     """
     folders = [Path(run) for run in runs]
-    _check(folders, [Path(file) for file in (output, json_output, markdown) if file is not None])
+    _check(folders, {"--output": output, "--json": json_output, "--markdown": markdown})
     rows = rows_of([read_run_folder(folder) for folder in folders], names)
     summary = summarise(rows, metric, baseline, compare)
     drawn = list(drawings(summary))
@@ -81,16 +81,16 @@ def as_text(summary: Summary) -> str:
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
-def _check(folders: Sequence[Path], outputs: Sequence[Path]) -> None:
+def _check(folders: Sequence[Path], outputs: Mapping[str, str | Path | None]) -> None:
     if not folders:
         raise ValueError("no run was given; give folders that contaccum train wrote")
     resolved = [folder.resolve() for folder in folders]
     if twice := next((folder for place, folder in enumerate(folders) if resolved[place] in resolved[:place]), None):
         raise ValueError(f"{twice} was given twice; give each run once")
-    for place, output in enumerate(outputs):
-        if output.is_dir():
-            raise ValueError(f"{output} is a folder; give --output a file, as report.html")
-        check_file(output, [*outputs[:place], *(folder / name for folder in folders for name in RUN_FILES)])
+    taken: list[str | Path | None] = [folder / name for folder in folders for name in RUN_FILES]
+    for option, output in outputs.items():
+        check_file(output, taken, option)
+        taken.append(output)
 
 
 def _write(file: str | Path, text: str) -> None:

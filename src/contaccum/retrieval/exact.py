@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contaccum.retrieval.batches import ahead
+from contaccum.retrieval.device import check_device
 from contaccum.retrieval.shards import Vectors
 from contaccum.retrieval.topk import TopK
 
@@ -225,12 +226,3 @@ def _full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def check_device(device: str | None) -> None:
-    if device is None:
-        return
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}; use cpu, or leave it out") from error

@@ -12,7 +12,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Module, Transformer
 
-from contaccum.retrieval.exact import check_device
+from contaccum.retrieval.device import check_device
 
 
 def load_model(model: Any, device: str | None = None, max_seq_length: int | None = None) -> SentenceTransformer:

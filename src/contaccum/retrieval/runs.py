@@ -74,7 +74,7 @@ def _trec_run(path: Path) -> Run:
             continue
         try:
             query, _, key, rank, score, _ = fields
-            known, place = ranked.setdefault(query, {}), (int(rank), _number(score))
+            known, place = ranked.setdefault(query, {}), (int(rank), _score(score))
         except ValueError as error:
             raise DataError(f"{path}, line {number}: 'query Q0 passage rank score tag' is needed, not {shown(line.strip())}") from error
         if key in known:
@@ -85,7 +85,7 @@ def _trec_run(path: Path) -> Run:
     }
 
 
-def _number(score: Any) -> float:
+def _score(score: Any) -> float:
     number = float(score)
     if math.isnan(number):
         raise ValueError(f"{score} is no score")
@@ -98,7 +98,7 @@ def read_dpr_results(path: Path) -> Iterator[tuple[Query, list[Hit], list[str]]]
         try:
             query = Query(str(record.get("id", number)), str(record["question"]), [str(answer) for answer in record.get("answers", [])])
             passages = record["ctxs"]
-            yield query, [Hit(str(p["id"]), _number(p["score"])) for p in passages], [str(p["text"]) for p in passages]
+            yield query, [Hit(str(p["id"]), _score(p["score"])) for p in passages], [str(p["text"]) for p in passages]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"{path}, line {line}: no record of DPR's retriever output ({error!r}); give 'question', 'answers', 'ctxs'"

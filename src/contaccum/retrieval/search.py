@@ -99,12 +99,11 @@ def _check_outputs(
     passages: Vectors, asked: Vectors, output: str | Path, json_output: str | Path | None, index_file: str | Path | None
 ) -> None:
     folders = [passages.folder.resolve(), asked.folder.resolve()]
-    for file, option in ((output, "--output"), (json_output, "--json-output")):
-        check_file(file, option=option)
+    check_file(index_file, option="--index-file")  # which may lie among the vectors
+    for file, taken, option in ((output, [index_file], "--output"), (json_output, [index_file, output], "--json-output")):
+        check_file(file, taken, option)
         if file is not None and Path(file).resolve().parent in folders:
             raise ValueError(f"{file} lies among encoded vectors, whose files it might replace; use another {option}")
-    check_file(json_output, (output, index_file), "--json-output")
-    check_file(index_file, (output,), "--index-file")
 
 
 def check_same_model(passages: Vectors, queries: Vectors) -> None:
