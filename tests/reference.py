@@ -32,7 +32,7 @@ class ReferenceInfoNCE:
         past_encoder: bool = True,
         cache_hard_negatives: bool = True,
         mask_duplicates: bool = True,
-        reduction: str = "paper",
+        gradient_scale: str = "in-batch",
         start_update: int = 0,
         query_bank_stop_update: int | None = None,
         bank_dtype: torch.dtype | None = None,
@@ -40,13 +40,13 @@ class ReferenceInfoNCE:
     ) -> None:
         self.bank_size = bank_size
         self.query_bank_size = bank_size if query_bank_size is None else query_bank_size
-        self.scale, self.similarity, self.reduction = scale, similarity, reduction
+        self.scale, self.similarity, self.gradient_scale = scale, similarity, gradient_scale
         self.past_encoder, self.cache_hard_negatives, self.mask_duplicates = past_encoder, cache_hard_negatives, mask_duplicates
         self.start_update, self.query_bank_stop_update = start_update, query_bank_stop_update
         self.bank_dtype = bank_dtype
         self.drift_correction = drift_correction
         self.recent: list[Tuple] = []  # all tuples seen, uncorrected
-        self.window, self.in_update = 128, 0  # samples that a mean is taken over; samples since the last update
+        self.window, self.largest, self.in_update = 128, 0, 0  # samples that a mean is taken over, of the largest update, since the last
         self.bank: list[Tuple] = []  # oldest first
         self.updates = 0
 
@@ -84,7 +84,8 @@ class ReferenceInfoNCE:
         total = sum(self._row_loss(row, [*current, *bank]) for row in rows)
         if active and self.bank_size:
             self.bank = [*self.bank, *(self._stored(self._moved(t, -1)) for t in current)][-self.bank_size :]
-        return total / (len(rows) if self.reduction == "paper" else len(current))
+        with_scale = total / (len(rows) if self.gradient_scale == "paper" else len(current))
+        return (total / len(rows)).detach() + with_scale - with_scale.detach()
 
     def _row_loss(self, row: Tuple, tuples: list[Tuple]) -> Tensor:
         scores, positive = [], None
@@ -127,8 +128,9 @@ class ReferenceInfoNCE:
     def after_update(self, lr_fraction: float = 1.0) -> None:
         self.updates += 1
         if self.past_encoder:
-            self.window, self.in_update = self.in_update or self.window, 0
+            self.largest, self.in_update = max(self.largest, self.in_update), 0
+            self.window = self.largest or self.window
         for t in self.bank:
             t.age += lr_fraction
         if not self.past_encoder:
-            self.bank, self.recent, self.window, self.in_update = [], [], 128, 0
+            self.bank, self.recent, self.window, self.largest, self.in_update = [], [], 128, 0, 0

@@ -312,7 +312,7 @@ def zeros(*shape: int) -> Tensor:
         (lambda: DualBankInfoNCE(bank_size=4, query_bank_size=5), "query_bank_size=5 must lie between 0 and bank_size=4"),
         (lambda: DualBankInfoNCE(bank_size=4, query_bank_size=-1), "query_bank_size=-1 must lie between 0 and bank_size=4"),
         (lambda: DualBankInfoNCE(similarity="euclid"), "similarity='euclid' is unknown; choose one of dot, cosine"),
-        (lambda: DualBankInfoNCE(reduction="sum"), "reduction='sum' is unknown; choose one of paper, local"),
+        (lambda: DualBankInfoNCE(gradient_scale="sum"), "gradient_scale='sum' is unknown; choose one of in-batch, paper"),
         (lambda: DualBankInfoNCE(scale=0.0), "scale=0.0 must be a positive number"),
         (lambda: DualBankInfoNCE(scale=torch.tensor(1.0)), "learnable scale"),
         (

@@ -80,7 +80,7 @@ def test_nothing_balances_a_bank_of_passages_alone_but_zero_sum() -> None:
     stays[0] = 2.0
 
     def pull(correction: str | None, queries: int) -> float:
-        criterion = DualBankInfoNCE(64, 0.3, query_bank_size=queries, drift_correction=correction, reduction="local")
+        criterion = DualBankInfoNCE(64, 0.3, query_bank_size=queries, drift_correction=correction, gradient_scale="in-batch")
         return float(sum(-step(criterion, query_mean=stays, seed=seed)[2].sum((0, 1))[0] for seed in range(60)) / 60)
 
     assert pull(None, queries=0) > 0.3

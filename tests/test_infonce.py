@@ -80,7 +80,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "query_bank_size": draw(st.one_of(st.none(), st.integers(0, bank_size))),
         "similarity": draw(st.sampled_from(["dot", "cosine"])),
         "scale": draw(st.sampled_from([1.0, 0.3, 5.0])),
-        "reduction": draw(st.sampled_from(["paper", "local"])),
+        "gradient_scale": draw(st.sampled_from(["in-batch", "paper"])),
         "mask_duplicates": draw(st.booleans()),
         "cache_hard_negatives": draw(st.booleans()),
         "drift_correction": draw(st.sampled_from([None, None, "mean", "mean+zero-sum"])),
@@ -122,7 +122,7 @@ def test_bfloat16_bank_equals_the_reference_on_rounded_entries() -> None:
 def test_naive_definition_equals_the_reference() -> None:
     """The package's own specification and the tests' agree, masks included."""
     batches = [micro_batch(3, 2, seed, torch.float64, keyed=True, texts=6) for seed in range(4)]
-    reference = ReferenceInfoNCE(bank_size=7, query_bank_size=5, scale=0.7, reduction="local")
+    reference = ReferenceInfoNCE(bank_size=7, query_bank_size=5, scale=0.7, gradient_scale="in-batch")
     for batch in batches:
         expected, expected_gradients = loss_and_gradients(reference, batch)
     passages = [torch.cat([b["positives"][:, None], b["negatives"]], 1) for b in batches]
@@ -142,7 +142,7 @@ def test_naive_definition_equals_the_reference() -> None:
         rows(bank_rows, stacked["queries"][bank_rows]),
         columns(bank, torch.cat(passages).detach()[bank]),
         scale=0.7,
-        reduction="local",
+        gradient_scale="in-batch",
     )
     gradients = torch.autograd.grad(loss, [batches[-1][k] for k in ("queries", "positives", "negatives")])
     assert torch.allclose(loss, expected, rtol=1e-12)
@@ -163,7 +163,7 @@ def test_bank_rows_move_the_passage_tower() -> None:
     """With a query bank the passages' gradient changes and the queries' share of it shrinks with the denominator alone."""
     gradients = {}
     for query_bank_size in (0, 8):
-        criterion = DualBankInfoNCE(bank_size=8, query_bank_size=query_bank_size, reduction="local", drift_correction=None)
+        criterion = DualBankInfoNCE(bank_size=8, query_bank_size=query_bank_size, gradient_scale="in-batch", drift_correction=None)
         for seed in range(3):
             gradients[query_bank_size] = loss_and_gradients(criterion, micro_batch(4, 0, seed, torch.float64, keyed=False))[1]
     assert torch.allclose(gradients[0][0], gradients[8][0], rtol=1e-12)

@@ -16,7 +16,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "pooling": ("cls", "mean", "lasttoken"),
     "similarity": ("dot", "cosine"),
-    "reduction": ("paper", "local"),
+    "gradient_scale": ("in-batch", "paper"),
     "drift_correction": ("auto", "mean+zero-sum", "mean", None),
 }
 ABOVE_0 = ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every", "max_updates", "limit", "adam_eps")
@@ -35,7 +35,7 @@ def option(default: Any, text: str, accepts: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All that decides a run. The defaults are the paper's for Natural Questions, but for the bank, its correction and all names."""
+    """All that decides a run. The defaults are the paper's for Natural Questions, but for the bank, its correction, the gradients' scale and all names."""
 
     data: str = option("", "training set: a BEIR folder, a .jsonl file or a saved data set")
     output: str = option("", "run folder to write")
@@ -62,7 +62,7 @@ class TrainConfig:
         "mean: read stored vectors with the present mean; mean+zero-sum: and take their mean off the passages' gradients; "
         "none: neither, as the paper; auto: mean+zero-sum where the bank holds vectors of older weights",
     )
-    reduction: str = option("paper", "paper or local")
+    gradient_scale: str = option("in-batch", "of gradients: in-batch, as without a bank; paper: divided by the banked rows too")
     bank_dtype: str | None = option(None, "precision of the bank: float32 or bfloat16")
     hard_negatives: int | None = option(None, "hard negatives per query, drawn anew each epoch; left out: 1 where the data has them")
     epochs: float = option(40, "passes over the data")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from contaccum.bank import DualBank
 from contaccum.drift import CORRECTIONS, RunningMeans, resolve_correction
-from contaccum.infonce import REDUCTIONS, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, unit_vectors, with_gradients
+from contaccum.infonce import GRADIENT_SCALES, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, unit_vectors, with_gradients
 
 SIMILARITIES = ("dot", "cosine")
 KEPT = ("scale", "similarity", "drift_correction")  # which what a bank keeps depends on
@@ -55,7 +55,9 @@ class DualBankInfoNCE(nn.Module):
         cache_hard_negatives: False banks positives only.
         mask_duplicates: use the keys, where given, to take a passage equal to a query's positive, and the positive of an
             identical query, out of that query's negatives.
-        reduction: "paper" averages over all rows, banked ones included; "local" divides the same sum by the micro-batch size.
+        gradient_scale: "in-batch" keeps gradients on the scale of training without a bank, whatever the bank holds: a learning rate that
+            suits in-batch training suits this. "paper" divides them by the banked rows too, so they shrink while the bank fills. The loss
+            is the mean over all rows either way.
         drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time, which lets a
             bank help where weights move fast. "mean+zero-sum" also takes their mean off a micro-step's gradients on the passages (where
             there are several), so that nothing pushes all of them the same way: see `contaccum.drift`. Both cost O(bank_size^2) per
@@ -77,7 +79,7 @@ class DualBankInfoNCE(nn.Module):
         past_encoder: bool = True,
         cache_hard_negatives: bool = True,
         mask_duplicates: bool = True,
-        reduction: str = "paper",
+        gradient_scale: str = "in-batch",
         drift_correction: str | None = "auto",
         start_update: int = 0,
         query_bank_stop_update: int | None = None,
@@ -85,7 +87,7 @@ class DualBankInfoNCE(nn.Module):
     ) -> None:
         super().__init__()
         one_of("similarity", similarity, SIMILARITIES)
-        one_of("reduction", reduction, REDUCTIONS)
+        one_of("gradient_scale", gradient_scale, GRADIENT_SCALES)
         if isinstance(scale, Tensor):
             raise ValueError("scale must be a number: scores between bank entries are kept, so a learnable scale cannot reach them")
         if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not (math.isfinite(scale) and scale > 0):
@@ -99,7 +101,7 @@ class DualBankInfoNCE(nn.Module):
         self.past_encoder = past_encoder
         self.cache_hard_negatives = cache_hard_negatives
         self.mask_duplicates = mask_duplicates
-        self.reduction = reduction
+        self.gradient_scale = gradient_scale
         self.start_update = _update("start_update", start_update)
         self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
         self.drift_correction = resolve_correction(drift_correction, past_vectors=size > 0 and past_encoder)
@@ -124,7 +126,7 @@ class DualBankInfoNCE(nn.Module):
             loss, gradients = self._banked(queries, passages, query_keys, passage_keys)
         else:
             rows, columns = self._tuples(queries, passages, query_keys, passage_keys, first=0)
-            loss, gradients, blocks = dual_bank_infonce(rows, columns, None, self.scale, self.reduction)
+            loss, gradients, blocks = dual_bank_infonce(rows, columns, None, self.scale, self.gradient_scale)
             if self.training and torch.is_grad_enabled():
                 self._notify(MicroStep(rows, columns, None, blocks, loss))
         return with_gradients(loss, gradients, queries, passages)
@@ -138,7 +140,7 @@ class DualBankInfoNCE(nn.Module):
         banked = columns if self.cache_hard_negatives else columns.positives_only()
         self.bank.prepare(rows, banked)
         past = self.bank.past(rows, banked)
-        loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.reduction)
+        loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.gradient_scale)
         if self.drift_correction == "mean+zero-sum" and passages[..., 0].numel() > 1:  # a single one's gradient is its own mean
             gradients.passages.sub_(gradients.passages.mean((0, 1)))
         self._notify(MicroStep(rows, columns, past, blocks, loss, None if past is None else self.bank.ages_by_slot))
@@ -223,7 +225,7 @@ class DualBankInfoNCE(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"bank_size={self.bank.size}, query_bank_size={self.bank.query_size}, scale={self.scale}, similarity={self.similarity!r}, "
-            f"reduction={self.reduction!r}, past_encoder={self.past_encoder}, drift_correction={self.drift_correction!r}"
+            f"gradient_scale={self.gradient_scale!r}, past_encoder={self.past_encoder}, drift_correction={self.drift_correction!r}"
         )
 
 

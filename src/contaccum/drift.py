@@ -3,8 +3,8 @@
 1. A micro-batch enters the bank minus the mean of the last `window` samples, itself included.
 2. Reading adds the present such mean. Each tower has its own, and hard negatives theirs.
 
-The window follows the training: as many samples as the last update had, so that the mean belongs to the present weights. A mean over
-many updates would lag behind the vectors it is added to.
+The window follows the training: as many samples as the largest update so far, so that the mean belongs to the present weights. A mean over
+many updates would lag behind the vectors it is added to; a mean over the few samples of a short last update of an epoch would be noise.
 
 Why the mean, of all things: a query's gradients on all passages sum to zero. Banked passages get none, so a micro-step's current passages
 keep what those should have taken: together they are pulled towards the current queries and pushed away from the banked ones. The two
@@ -27,6 +27,7 @@ from contaccum.table import LazyBuffers, write_ring
 CORRECTIONS = ("auto", "mean+zero-sum", "mean")
 DEFAULT_WINDOW = 128  # samples, until the first update has ended
 MAX_WINDOW = 1024
+_COUNTERS = ("window", "largest_update", "count", "samples_in_update")
 
 
 def resolve_correction(correction: str | None, past_vectors: bool) -> str | None:
@@ -67,6 +68,7 @@ class RunningMeans(LazyBuffers):
     def clear(self) -> None:
         self._asked: _Asked | None = None
         self.window = DEFAULT_WINDOW
+        self.largest_update = 0
         self.count = 0
         self.samples_in_update = 0
 
@@ -114,8 +116,8 @@ class RunningMeans(LazyBuffers):
         self.count, self.samples_in_update = count, self.samples_in_update + len(new)
 
     def after_update(self) -> None:
-        if self.samples_in_update:
-            self.window = min(self.samples_in_update, MAX_WINDOW)
+        self.largest_update = max(self.largest_update, min(self.samples_in_update, MAX_WINDOW))
+        self.window = self.largest_update or self.window
         self.samples_in_update = 0
 
     def _newest(self, wanted: int) -> list[Tensor]:
@@ -127,10 +129,11 @@ class RunningMeans(LazyBuffers):
         return [self._recent[start:end]] if start < end else [self._recent[start:], self._recent[:end]]
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"window": self.window, "count": self.count, "samples_in_update": self.samples_in_update}
+        return {name: getattr(self, name) for name in _COUNTERS}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.window, self.count, self.samples_in_update = state["window"], state["count"], state["samples_in_update"]
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
 
 
 def _samples(queries: Tensor, passages: Tensor) -> Tensor:

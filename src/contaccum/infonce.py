@@ -6,7 +6,9 @@ A *tuple* is one query, its positive and its ``h`` hard negatives. The score mat
 2. columns: the passages of the current tuples, then those of the ``m`` banked tuples;
 3. entries ``scale * <query, passage>``, ``-inf`` where a duplicate is masked (`duplicate_mask`);
 4. a target per row: the positive of the row's own tuple;
-5. loss: the sum over rows of ``logsumexp(row) - target``, divided by ``n + r`` ("paper") or by ``n`` ("local").
+5. loss: the mean over all ``n + r`` rows of ``logsumexp(row) - target``, in nats per row;
+6. gradients: those of the sum over rows divided by ``n`` ("in-batch"), or by ``n + r`` ("paper"). Divided by ``n`` they keep the scale of
+   training without a bank. Divided by ``n + r`` they shrink as the bank fills, and Adam remembers the large ones for a thousand updates.
 
 `naive_dual_bank_infonce` writes exactly this down and leaves the gradients to autograd. `dual_bank_infonce` computes only the
 blocks that touch a current vector, O(n m d) instead of O(m^2 d): the block of bank rows and bank columns is constant, so it
@@ -25,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-REDUCTIONS = ("paper", "local")
+GRADIENT_SCALES = ("in-batch", "paper")
 CHUNK_SCORES = 16_777_216  # scores between bank entries held at a time
 _CHUNK_ROWS = 8192  # bank rows cast to the computing precision at a time, where the bank is stored in another
 
@@ -165,7 +167,7 @@ def over_passages(scores: Tensor) -> Tensor:
 
 
 def naive_dual_bank_infonce(
-    rows: Rows, columns: Columns, past_rows: Rows, past_columns: Columns, scale: float = 1.0, reduction: str = "paper"
+    rows: Rows, columns: Columns, past_rows: Rows, past_columns: Columns, scale: float = 1.0, gradient_scale: str = "in-batch"
 ) -> Tensor:
     """The definition: the full (n + r) x (all passages) matrix, one softmax, gradients by autograd."""
     scores, targets = [], []
@@ -181,11 +183,13 @@ def naive_dual_bank_infonce(
     own_tuple = (past_rows.ids[:, None] == past_columns.ids).int().argmax(dim=1) if len(past_rows) else past_rows.ids
     targets.append(len(columns) * c + own_tuple * c_past)
     loss_sum = torch.nn.functional.cross_entropy(torch.cat(scores), torch.cat(targets), reduction="sum")
-    return loss_sum / _denominator(len(rows), len(past_rows), reduction)
+    loss = loss_sum / (len(rows) + len(past_rows))
+    with_scale = loss_sum / _divisor(len(rows), len(past_rows), gradient_scale)
+    return loss.detach() + with_scale - with_scale.detach()  # the value of one, the gradients of the other
 
 
 def dual_bank_infonce(
-    rows: Rows, columns: Columns, past: Past | None, scale: float = 1.0, reduction: str = "paper"
+    rows: Rows, columns: Columns, past: Past | None, scale: float = 1.0, gradient_scale: str = "in-batch"
 ) -> tuple[Tensor, Gradients, Blocks]:
     """Loss and gradients of `naive_dual_bank_infonce`, without the bank-to-bank block.
 
@@ -194,7 +198,7 @@ def dual_bank_infonce(
     with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
         blocks = _score_blocks(rows, columns, past, scale)
         n, r = len(rows), 0 if past is None else len(past.rows)
-        weight = 1.0 / _denominator(n, r, reduction)
+        weight = scale / _divisor(n, r, gradient_scale)
 
         # Current rows: softmax over current, then banked columns.
         own = blocks.current_current.flatten(1)  # (n, n * c)
@@ -216,8 +220,8 @@ def dual_bank_infonce(
             loss_sum = loss_sum + (past.log_sums - log_softmax[:, 0] - past.positive_scores).sum()
             grad_passages += _weighted_sums(log_softmax[:, 1:].exp().T, past.rows.queries).view_as(columns.passages)
 
-        gradients = Gradients(grad_queries.mul_(scale * weight), grad_passages.mul_(scale * weight))
-        return loss_sum * weight, gradients, blocks
+        gradients = Gradients(grad_queries.mul_(weight), grad_passages.mul_(weight))
+        return loss_sum / (n + r), gradients, blocks
 
 
 def with_gradients(loss: Tensor, gradients: Gradients, queries: Tensor, passages: Tensor) -> Tensor:
@@ -270,10 +274,10 @@ def _score_blocks(rows: Rows, columns: Columns, past: Past | None, scale: float)
     )
 
 
-def _denominator(n: int, r: int, reduction: str) -> int:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
-    return n + r if reduction == "paper" else n
+def _divisor(n: int, r: int, gradient_scale: str) -> int:
+    if gradient_scale not in GRADIENT_SCALES:
+        raise ValueError(f"gradient_scale={gradient_scale!r} is unknown; choose one of {', '.join(GRADIENT_SCALES)}")
+    return n + r if gradient_scale == "paper" else n
 
 
 def _products(left: Tensor, right: Tensor, scale: float) -> Tensor:

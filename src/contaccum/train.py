@@ -169,7 +169,7 @@ def _loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, pro
         query_bank_stop_update=config.query_bank_stop_update,
         cache_hard_negatives=config.cache_hard_negatives,
         mask_duplicates=config.mask_duplicates,
-        reduction=config.reduction,
+        gradient_scale=config.gradient_scale,
         drift_correction=config.drift_correction,
         bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
     )

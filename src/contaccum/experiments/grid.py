@@ -54,7 +54,7 @@ class Scale:
         return self.micro[2]
 
 
-PAPERS = {"drift_correction": None}  # the paper's bank: vectors as they were stored
+PAPERS = {"drift_correction": None, "gradient_scale": "paper"}  # the paper's bank: vectors as they were stored, averaged over all rows
 CORRECTED = {"drift_correction": "mean+zero-sum"}  # our default, see docs/drift.md
 _PAPER = {"similarity": "dot", "pooling": "cls", "max_seq_length": 256, "lr": 2e-5, "warmup_updates": 1237}
 _SMALL = {"similarity": "cosine", "pooling": "cls", "max_seq_length": 128, "lr": 1e-4, "epochs": 1, "save_every": 0}

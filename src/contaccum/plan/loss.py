@@ -64,7 +64,7 @@ def bank_loss(config: TrainConfig) -> ContAccumLoss:
         scale=config.scale or {"dot": 1.0, "cosine": 20.0}[config.similarity],
         cache_hard_negatives=config.cache_hard_negatives,
         mask_duplicates=config.mask_duplicates,
-        reduction=config.reduction,
+        gradient_scale=config.gradient_scale,
         drift_correction=config.drift_correction,
         bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
     )

@@ -1,0 +1,99 @@
+"""Gradients keep the scale of in-batch training whatever the bank holds; the loss is in nats per row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from contaccum import DualBankInfoNCE
+
+D, K = 32, 4
+
+
+def frozen_update(criterion: DualBankInfoNCE, n: int, h: int, seed: int) -> tuple[float, float]:
+    """Gradient norm of two linear towers over one update, and its mean loss. The weights are the same each time."""
+    weights = torch.randn(2, D, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64).div(D**0.5).requires_grad_()
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros((), dtype=torch.float64)
+    for _ in range(K):
+        texts = torch.randn(n, 2 + h, D, generator=generator, dtype=torch.float64)
+        queries = texts[:, 0] @ weights[0]
+        positives = (texts[:, 0] + 0.5 * texts[:, 1]) @ weights[1]
+        total = total + criterion(queries, positives, texts[:, 2:] @ weights[1] if h else None) / K
+    criterion.after_update()
+    (gradient,) = torch.autograd.grad(total, weights)
+    return float(gradient.norm()), float(total.detach())
+
+
+@pytest.mark.parametrize(("n", "h"), [(1, 1), (2, 0), (8, 0), (8, 1), (32, 0)])
+@pytest.mark.parametrize("options", [{"drift_correction": None}, {}])
+def test_norm_of_the_first_update_and_of_the_fiftieth(n: int, h: int, options: dict[str, Any]) -> None:
+    criterion = DualBankInfoNCE(bank_size=8 * K * n, scale=5.0, similarity="cosine", **options)
+    norms = [frozen_update(criterion, n, h, seed)[0] for seed in range(50)]
+    assert len(criterion.bank) == 8 * K * n
+    assert norms[49] == pytest.approx(norms[0], rel=0.2)
+
+
+def test_the_papers_gradients_shrink_as_the_bank_fills() -> None:
+    """Guards the test above: without the scale the norm falls about as the rows grow."""
+    criterion = DualBankInfoNCE(bank_size=256, scale=5.0, similarity="cosine", gradient_scale="paper", drift_correction=None)
+    norms = [frozen_update(criterion, 8, 0, seed)[0] for seed in range(50)]
+    assert norms[49] < 0.1 * norms[0]
+
+
+def test_the_scales_differ_by_the_rows_and_the_loss_does_not() -> None:
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for scale in ("in-batch", "paper"):
+        criterion = DualBankInfoNCE(bank_size=24, gradient_scale=scale, drift_correction=None)
+        for seed in range(4):
+            vectors = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+            loss = criterion(vectors[0], vectors[1])
+        found[scale] = loss.detach(), torch.autograd.grad(loss, vectors)[0]
+    assert found["in-batch"][0] == found["paper"][0]
+    torch.testing.assert_close(found["in-batch"][1], found["paper"][1] * (8 + 24) / 8)
+
+
+def test_the_scale_holds_while_banks_are_switched() -> None:
+    """The bank begins at update 10; its queries leave at update 30."""
+    criterion = DualBankInfoNCE(bank_size=256, scale=5.0, similarity="cosine", start_update=10, query_bank_stop_update=30)
+    norms = [frozen_update(criterion, 8, 0, seed)[0] for seed in range(50)]
+    assert max(norms[:30]) < 1.2 * min(norms[:30])
+    assert max(norms) < 2 * min(norms)  # without banked queries the passages' gradients are fewer, not of another scale
+
+
+def test_a_full_bank_gives_the_loss_of_as_large_a_batch() -> None:
+    """In a frozen model a micro-batch with its bank is one large batch: nats per row, as `MultipleNegativesRankingLoss` would log."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(2, 64, D, generator=generator, dtype=torch.float64)
+    criterion = DualBankInfoNCE(bank_size=56, drift_correction=None)
+    losses = [criterion(*(part.requires_grad_() for part in vectors[:, i : i + 8].clone())) for i in range(0, 64, 8)]
+    scores = vectors[0] @ vectors[1].T
+    torch.testing.assert_close(losses[-1].detach(), torch.nn.functional.cross_entropy(scores, torch.arange(64)))
+
+
+@pytest.mark.parametrize("n_total", [128, 8])
+def test_a_short_last_update_does_not_shrink_the_window(n_total: int) -> None:
+    """One row left over at an epoch's end: what is stored next is centred on the mean of a whole update all the same."""
+    criterion = DualBankInfoNCE(bank_size=256, scale=5.0, similarity="cosine")
+
+    def update(rows: int, seed: int) -> None:
+        for _ in range(max(1, rows // 8)):
+            vectors = torch.randn(2, min(8, rows), D, generator=torch.Generator().manual_seed(seed)) + 1.0
+            criterion(*(part.requires_grad_() for part in vectors))
+        criterion.after_update()
+
+    for seed in range(3):
+        update(n_total, seed)
+    means = criterion.bank.means
+    assert means is not None
+    assert means.window == n_total
+    update(1, 3)
+    assert means.window == n_total
+    again = DualBankInfoNCE(bank_size=256, scale=5.0, similarity="cosine")
+    again.load_state_dict(criterion.state_dict())
+    assert again.bank.means is not None
+    again.after_update()
+    assert again.bank.means.window == n_total
