@@ -50,6 +50,11 @@ class Setting:
     bank: int = 0
     mean: bool = False  # drift_correction="mean"
     zero_sum: str = ""  # of gradients: "passages", with the mean "mean+zero-sum"; "both" towers', which is tried only here
+    gradient_scale: str = "in-batch"  # or "paper"
+    tied: bool = False  # one tower
+    pooling: str = "cls"  # or "mean"
+    beta2: float = 0.999  # of Adam
+    warmup: float = 0.1  # share of the run
     similarity: str = "cosine"
     lr: float = 1e-4
     epochs: float = 3
@@ -86,11 +91,11 @@ class Bank:
             self._same_batch(query_keys, passage_keys), -torch.inf
         )
         if s.bank:
-            losses = self._banked(q, p, own, query_keys.view(k, n), passage_keys.view(k, n))
+            losses, rows = self._banked(q, p, own, query_keys.view(k, n), passage_keys.view(k, n))
         else:
-            losses = (own.logsumexp(2) - own.diagonal(dim1=1, dim2=2)).mean(1)
-        loss = losses.mean()
-        grad_q, grad_p = torch.autograd.grad(loss, (q, p))
+            losses, rows = (own.logsumexp(2) - own.diagonal(dim1=1, dim2=2)).sum(1), torch.full((k,), n, device=q.device)
+        loss = (losses / rows).mean()
+        grad_q, grad_p = torch.autograd.grad(loss if s.gradient_scale == "paper" else losses.mean() / n, (q, p))
         if s.zero_sum:
             grad_p = _centred(grad_p.view(k, n, -1))
         if s.zero_sum == "both":
@@ -103,8 +108,8 @@ class Bank:
         same = (q[:, :, None] == q[:, None]) | (p[:, :, None] == p[:, None])
         return same & ~torch.eye(n, dtype=torch.bool, device=q.device)
 
-    def _banked(self, q: Tensor, p: Tensor, own: Tensor, query_keys: Tensor, passage_keys: Tensor) -> Tensor:
-        """(k,) micro-losses over the micro-batch and the bank before it."""
+    def _banked(self, q: Tensor, p: Tensor, own: Tensor, query_keys: Tensor, passage_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """(k,) sums over the rows of each micro-batch and the bank before it, and their number."""
         s, scale = self.setting, SCALES[self.setting.similarity]
         k, n, m = *query_keys.shape, s.bank
         current_q, current_p = q.view(k, n, -1), p.view(k, n, -1)
@@ -125,7 +130,7 @@ class Bank:
         current = (torch.cat([own, over_bank], 2).logsumexp(2) - own.diagonal(dim1=1, dim2=2)).sum(1)
         past = (torch.cat([constant[:, :, None], of_bank], 2).logsumexp(2) - targets).masked_fill(~present, 0.0).sum(1)
         self.count += k * n
-        return (current + past) / (n + present.sum(1))
+        return current + past, n + present.sum(1)
 
     def _means(self, q: Tensor, p: Tensor) -> Tensor:
         """(2, k, d): of the last N_total samples at each micro-step, its own included."""
@@ -157,19 +162,23 @@ def _centred(gradients: Tensor) -> Tensor:
 
 
 class Tower(nn.Module):
-    """A BERT that reads padded rows of token ids, 0 being padding, and gives its first token's vector."""
+    """A BERT that reads padded rows of token ids, 0 being padding, and gives its first token's vector or the mean of all."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, pooling: str) -> None:
         from transformers import AutoModel
 
         super().__init__()
+        self.pooling = pooling
         self.bert = AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", add_pooling_layer=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         padding = torch.zeros(ids.shape, device=ids.device, dtype=torch.bfloat16).masked_fill_(ids == 0, -3e4)
         mask = padding[:, None, None].expand(-1, 1, ids.shape[1], -1)  # made here: transformers would wait for the device to look at it
         found: Tensor = self.bert.encoder(self.bert.embeddings(input_ids=ids.long()), attention_mask=mask)[0]
-        return found[:, 0].float()
+        if self.pooling == "cls":
+            return found[:, 0].float()
+        real = (ids != 0)[:, :, None]
+        return (found.float() * real).sum(1) / real.sum(1)
 
 
 class Tokens:
@@ -184,12 +193,14 @@ class Tokens:
 
 def train(setting: Setting, tokens: Tokens, model: str, device: str) -> dict[str, Any]:
     torch.manual_seed(setting.seed)
-    pair = [Tower(model), Tower(model)]
-    width: int = pair[0].bert.config.hidden_size
-    towers = nn.ModuleList(pair).to(device).train()
+    first = Tower(model, setting.pooling)
+    width: int = first.bert.config.hidden_size
+    towers = nn.ModuleList([first, first if setting.tied else Tower(model, setting.pooling)]).to(device).train()
     parameters = list(towers.parameters())
     lr = torch.zeros((), device=device)
-    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, eps=EPS, fused=True, capturable=device == "cuda")
+    optimizer = torch.optim.AdamW(
+        parameters, lr=lr, betas=(0.9, setting.beta2), weight_decay=0.0, eps=EPS, fused=True, capturable=device == "cuda"
+    )
     bank = Bank(setting, width, device)
     pairs = tokens.pairs["train"][: setting.rows]
     chosen = torch.zeros(setting.n_total, dtype=torch.int64, device=device)
@@ -226,7 +237,7 @@ def train(setting: Setting, tokens: Tokens, model: str, device: str) -> dict[str
         if place == 0:
             order = torch.randperm(len(pairs), generator=generator).to(device)
         chosen.copy_(order[place * setting.n_total : (place + 1) * setting.n_total])
-        lr.fill_(setting.lr * lr_share(number, updates))
+        lr.fill_(setting.lr * lr_share(number, updates, setting.warmup))
         step()
         if number % max(1, updates // 10) == 0:
             losses.append(round(last_loss.item(), 4))
@@ -234,9 +245,9 @@ def train(setting: Setting, tokens: Tokens, model: str, device: str) -> dict[str
     return {"updates": updates, "seconds": seconds, "loss": losses, **evaluate(towers, tokens, setting)}
 
 
-def lr_share(number: int, updates: int) -> float:
+def lr_share(number: int, updates: int, warmup: float = 0.1) -> float:
     """Linear warm-up over a tenth of the run, then linear decay: as `contaccum train` does."""
-    warm = updates // 10
+    warm = int(updates * warmup)
     return number / warm if number < warm else (updates - number) / (updates - warm)
 
 
@@ -299,7 +310,7 @@ def write_tokens(data: str, model: str, output: str) -> None:
         places.append({key: place for place, key in enumerate(texts)})
     for split, qrels in splits.items():
         arrays[split] = np.array([(places[0][query], places[1][doc]) for query, grades in qrels.items() for doc in grades])
-    np.savez(output, **arrays)
+    np.savez_compressed(output, **arrays)
 
 
 def work(tokens: str, model: str, grid: str, output: str, until: float) -> None:

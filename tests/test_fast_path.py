@@ -29,6 +29,7 @@ def drift() -> ModuleType:
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("gradient_scale", ["in-batch", "paper"])
 @pytest.mark.parametrize(
     ("fields", "options"),
     [
@@ -38,10 +39,12 @@ def drift() -> ModuleType:
         ({"bank": 24, "mean": True, "zero_sum": "passages"}, {"bank_size": 24, "drift_correction": "mean+zero-sum"}),
     ],
 )
-def test_equals_micro_steps(drift: ModuleType, fields: dict[str, Any], options: dict[str, Any], similarity: str) -> None:
-    setting = drift.Setting("x", n=N, n_total=TOTAL, similarity=similarity, **fields)
+def test_equals_micro_steps(
+    drift: ModuleType, fields: dict[str, Any], options: dict[str, Any], similarity: str, gradient_scale: str
+) -> None:
+    setting = drift.Setting("x", n=N, n_total=TOTAL, similarity=similarity, gradient_scale=gradient_scale, **fields)
     bank = drift.Bank(setting, WIDTH, "cpu")
-    criterion = DualBankInfoNCE(scale=drift.SCALES[similarity], **options)
+    criterion = DualBankInfoNCE(scale=drift.SCALES[similarity], gradient_scale=gradient_scale, **options)
     criterion.bank.unit = similarity == "cosine"  # it gets vectors that are normalised already, as the fast path's are
     generator = torch.Generator().manual_seed(0)
     for number in range(UPDATES):

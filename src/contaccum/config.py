@@ -35,7 +35,7 @@ def option(default: Any, text: str, accepts: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All that decides a run. The defaults are the paper's for Natural Questions, but for the bank, its correction, the gradients' scale and all names."""
+    """All that decides a run. The defaults are the paper's for Natural Questions, but for the bank, its correction, gradients and names."""
 
     data: str = option("", "training set: a BEIR folder, a .jsonl file or a saved data set")
     output: str = option("", "run folder to write")
