@@ -49,7 +49,9 @@ class Setting:
     n_total: int = 128
     bank: int = 0
     mean: bool = False  # drift_correction="mean"
-    zero_sum: str = ""  # of gradients: "passages", with the mean "mean+zero-sum"; "both" towers', which is tried only here
+    zero_sum: str = (
+        ""  # of gradients: "passages", with the mean "mean+zero-sum"; "both" towers', and "others": see `_without_others`; tried only here
+    )
     gradient_scale: str = "in-batch"  # or "paper"
     tied: bool = False  # one tower
     pooling: str = "cls"  # or "mean"
@@ -97,7 +99,7 @@ class Bank:
         loss = (losses / rows).mean()
         grad_q, grad_p = torch.autograd.grad(loss if s.gradient_scale == "paper" else losses.mean() / n, (q, p))
         if s.zero_sum:
-            grad_p = _centred(grad_p.view(k, n, -1))
+            grad_p = (_without_others if s.zero_sum == "others" else _centred)(grad_p.view(k, n, -1))
         if s.zero_sum == "both":
             grad_q = _centred(grad_q.view(k, n, -1))
         return loss.detach(), grad_q.view_as(q), grad_p.view_as(p)
@@ -159,6 +161,12 @@ class Bank:
 
 def _centred(gradients: Tensor) -> Tensor:
     return gradients - gradients.mean(1, keepdim=True)
+
+
+def _without_others(gradients: Tensor) -> Tensor:
+    """Each minus the mean of the others, which leaves its own share of the mean where it is."""
+    n = gradients.shape[1]
+    return _centred(gradients) * (n / (n - 1))
 
 
 class Tower(nn.Module):
