@@ -268,8 +268,9 @@ def test_what_cannot_be_tried_beside_a_plan_is_told(monkeypatch: pytest.MonkeyPa
     plan = verified(Plan(fit.config, 200_000_000, fit.prediction), planner)
     with pytest.warns(UserWarning, match="which may be faster, could not be tried") as warned:
         assert faster(plan, planner) == plan
-    assert ["no graphs today" in str(w.message) for w in warned] == [True, False]
-    assert "and gradient checkpointing" in str(warned[1].message)
+    told = [str(w.message) for w in warned if "could not be tried" in str(w.message)]  # libraries warn of things of their own
+    assert ["no graphs today" in line for line in told] == [True, False]
+    assert "and gradient checkpointing" in told[1]
 
 
 def test_a_plan_tells_the_command_that_trains_so(

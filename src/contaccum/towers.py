@@ -101,7 +101,7 @@ class DPRPart:
     def __str__(self) -> str:
         return f"{self.file} ({self.prefix}*)"
 
-    def load(self, config: PretrainedConfig) -> BertModel:
+    def load(self, config: Any) -> BertModel:
         checkpoint = torch.load(self.file, map_location="cpu", weights_only=True)
         weights = checkpoint.get("model_dict", checkpoint)
         part = {name[len(self.prefix) :]: value for name, value in weights.items() if name.startswith(self.prefix)}
