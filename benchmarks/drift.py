@@ -38,6 +38,8 @@ from contaccum.provenance import provenance
 SCALES = {"cosine": 20.0, "dot": 1.0}
 CLIP, EPS = 2.0, 1e-8
 QUERY_TOKENS, PASSAGE_TOKENS = 32, 128
+RIVALS = ("xbm", "xbn", "xbn-batch", "xbn-kept", "xbn-batch-kept", "sogclr")
+LEAST_STD, LEAST_LOG_U = 1e-6, math.log(1e-20)  # the latter as in libauc
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,10 @@ class Setting:
     n_total: int = 128
     bank: int = 0
     mean: bool = False  # drift_correction="mean"
-    zero_sum: str = (
-        ""  # of gradients: "passages", with the mean "mean+zero-sum"; "both" towers', and "others": see `_without_others`; tried only here
-    )
+    zero_sum: str = ""  # of gradients: "running" (with the mean: "mean+zero-sum"), or within a micro-step: "passages" or "both" towers'
     gradient_scale: str = "in-batch"  # or "paper"
+    rival: str = ""  # somebody else's method in place of the dual bank: one of `RIVALS`
+    gamma: float = 0.9  # of "sogclr": the weight of what the micro-batch says; libauc's default
     tied: bool = False  # one tower
     pooling: str = "cls"  # or "mean"
     beta2: float = 0.999  # of Adam
@@ -68,7 +70,8 @@ class Setting:
 class Bank:
     """The last `bank` tuples, oldest first, and the last update's vectors; at first empty."""
 
-    def __init__(self, setting: Setting, width: int, device: str) -> None:
+    def __init__(self, setting: Setting, width: int, device: str, samples: int = 0) -> None:
+        _check_rival(setting)
         self.setting = setting
         size, total = setting.bank, setting.n_total
 
@@ -78,31 +81,56 @@ class Bank:
         self.queries, self.passages = zeros(size, width), zeros(size, width)
         self.query_keys, self.passage_keys = zeros(size, dtype=torch.int64), zeros(size, dtype=torch.int64)
         self.recent = zeros(2, total, width)  # queries and passages of the last update, as they were
+        self.push = zeros(width)  # running mean of the gradients on passages
         self.count = zeros(dtype=torch.int64)
+        self.log_u = torch.full((samples if setting.rival == "sogclr" else 0,), -torch.inf, device=device)  # -inf: not seen yet
 
     def clear(self) -> None:
-        for buffer in (self.queries, self.passages, self.query_keys, self.passage_keys, self.recent, self.count):
+        self.log_u.fill_(-torch.inf)
+        for buffer in (self.queries, self.passages, self.query_keys, self.passage_keys, self.recent, self.push, self.count):
             buffer.zero_()
 
-    def update(self, queries: Tensor, passages: Tensor, query_keys: Tensor, passage_keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean micro-loss of an update (N_total, d) and its gradients on both; then its tuples enter."""
+    def update(
+        self, queries: Tensor, passages: Tensor, query_keys: Tensor, passage_keys: Tensor, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean micro-loss of an update (N_total, d) and its gradients on both; then its tuples enter.
+
+        `chosen` are the samples' numbers, no two alike: only "sogclr" asks for them.
+        """
         s, total = self.setting, len(queries)
         k, n = total // s.n, s.n
         q, p = queries.detach().requires_grad_(), passages.detach().requires_grad_()
         own = (SCALES[s.similarity] * (q.view(k, n, -1) @ p.view(k, n, -1).mT)).masked_fill(
             self._same_batch(query_keys, passage_keys), -torch.inf
         )
-        if s.bank:
+        if s.rival:
+            losses, rows = (
+                self._rival(q, p, own, query_keys.view(k, n), passage_keys.view(k, n), chosen),
+                torch.full_like(query_keys[:k], n),
+            )
+        elif s.bank:
             losses, rows = self._banked(q, p, own, query_keys.view(k, n), passage_keys.view(k, n))
         else:
             losses, rows = (own.logsumexp(2) - own.diagonal(dim1=1, dim2=2)).sum(1), torch.full((k,), n, device=q.device)
         loss = (losses / rows).mean()
         grad_q, grad_p = torch.autograd.grad(loss if s.gradient_scale == "paper" else losses.mean() / n, (q, p))
-        if s.zero_sum:
-            grad_p = (_without_others if s.zero_sum == "others" else _centred)(grad_p.view(k, n, -1))
+        if s.zero_sum == "running":
+            grad_p = self._without_push(grad_p.view(k, n, -1))
+        elif s.zero_sum:
+            grad_p = _centred(grad_p.view(k, n, -1))
         if s.zero_sum == "both":
             grad_q = _centred(grad_q.view(k, n, -1))
         return loss.detach(), grad_q.view_as(q), grad_p.view_as(p)
+
+    def _without_push(self, gradients: Tensor) -> Tensor:
+        """(k, n, d) minus their mean over about an update, each micro-step's own included."""
+        n, total = self.setting.n, self.setting.n_total
+        before, found = self.count - gradients[..., 0].numel(), []  # this update is counted already
+        for step, own in enumerate(gradients):
+            weight = n / (before + (step + 1) * n).clamp(max=total)
+            self.push.lerp_(own.mean(0), weight)
+            found.append(own - self.push)
+        return torch.stack(found)
 
     def _same_batch(self, query_keys: Tensor, passage_keys: Tensor) -> Tensor:
         n = self.setting.n
@@ -120,7 +148,7 @@ class Bank:
             bank_q = self._windows("queries", q.detach(), None if means is None else means[0])
             bank_p = self._windows("passages", p.detach(), None if means is None else means[1])
             bank_qk, bank_pk = self._windows("query_keys", query_keys.view(-1)), self._windows("passage_keys", passage_keys.view(-1))
-            present = torch.arange(m, device=q.device) >= m - (self.count + n * torch.arange(k, device=q.device))[:, None]  # (k, m)
+            present = self._present(m, n * torch.arange(k, device=q.device))  # (k, m)
             between = scale * (bank_q @ bank_p.mT)  # (k, m, m)
             targets = between.diagonal(dim1=1, dim2=2).clone()
             same = (bank_qk[:, :, None] == bank_qk[:, None]) | (bank_pk[:, :, None] == bank_pk[:, None])
@@ -133,6 +161,95 @@ class Bank:
         past = (torch.cat([constant[:, :, None], of_bank], 2).logsumexp(2) - targets).masked_fill(~present, 0.0).sum(1)
         self.count += k * n
         return current + past, n + present.sum(1)
+
+    def _rival(self, q: Tensor, p: Tensor, own: Tensor, query_keys: Tensor, passage_keys: Tensor, chosen: Tensor | None) -> Tensor:
+        """(k,) sums over the rows of each micro-batch, which are its own queries and no others."""
+        if self.setting.rival != "sogclr":
+            return self._remembered(q, p, own, query_keys, passage_keys)
+        if chosen is None:
+            raise ValueError("sogclr keeps a number per training pair: update() needs the samples' numbers")
+        return self._global(own, chosen)
+
+    def _remembered(self, q: Tensor, p: Tensor, own: Tensor, query_keys: Tensor, passage_keys: Tensor) -> Tensor:
+        """Cross-batch memory (XBM, arXiv 1912.06798): the current queries against the current and the last `bank` passages.
+
+        As in `CrossBatchMemory` of pytorch-metric-learning 2.9.0: a first-in-first-out memory of detached vectors as they were encoded, in
+        use from the first step on; every micro-batch enters; the current samples alone are anchors and the mean is over them; what is
+        stored gets no gradient.
+
+        Adapted to pairs: the library's memory has one encoder's vectors, here it has passages (its `enqueue_mask` splits a batch likewise,
+        into anchors and vectors to store). There the current batch enters before the loss is computed, so that anchors are compared with
+        detached copies of it: the passage tower would not learn. Here current passages are columns with gradients, beside the memory and
+        not in it: `bank` counts past passages only. Equal labels are positives there; here a query's one positive is its own passage, and
+        duplicates by key are masked, as for the other methods.
+
+        "xbn" and its variants read the memory through `_matched`.
+        """
+        s, scale = self.setting, SCALES[self.setting.similarity]
+        k, n = query_keys.shape
+        with torch.no_grad():
+            present = self._present(s.bank, n * torch.arange(k, device=q.device))
+            bank_p = self._windows("passages", p.detach()) if s.rival == "xbm" else self._matched(p.detach(), present)
+            bank_qk, bank_pk = self._windows("query_keys", query_keys.view(-1)), self._windows("passage_keys", passage_keys.view(-1))
+            duplicate = (query_keys[:, :, None] == bank_qk[:, None]) | (passage_keys[:, :, None] == bank_pk[:, None])  # (k, n, m)
+        over_bank = (scale * (q.view(k, n, -1) @ bank_p.mT)).masked_fill(duplicate | ~present[:, None], -torch.inf)
+        self.count += k * n
+        return (torch.cat([own, over_bank], 2).logsumexp(2) - own.diagonal(dim1=1, dim2=2)).sum(1)
+
+    def _matched(self, p: Tensor, present: Tensor) -> Tensor:
+        """(k, m, d): the memory as each micro-step reads it, moments matched (XBN of arXiv 2303.17127, without its Kalman filter).
+
+        (z - mean of the memory) / its std * std of current passages + their mean, per dimension; for cosine made unit vectors again.
+        Current passages are the last N_total, the micro-batch's own included ("xbn"), or the micro-batch alone ("xbn-batch", the paper's
+        choice). The memory stays as it was encoded, or ("-kept") the matched vectors replace it, so that an entry is matched anew at each
+        micro-step of its age and not all ages by one map; the abstract's "updating the stored embeddings" may mean either.
+        """
+        s, (k, m), n, total = self.setting, present.shape, self.setting.n, len(p)
+        if s.rival.startswith("xbn-batch"):
+            mean, std = _moments(p.view(k, n, -1), torch.ones((k, n), dtype=torch.bool, device=p.device))
+        else:
+            line = torch.cat([self.recent[1], p])
+            last = line[n:].unfold(0, total, n).movedim(-1, 1)  # (k, N_total, d)
+            mean, std = _moments(last, self._present(total, n * torch.arange(1, k + 1, device=p.device)))
+            self.recent[1].copy_(p)
+        stored, read = self.passages, []
+        for step, new in enumerate(p.view(k, n, -1)):
+            old_mean, old_std = _moments(stored, present[step])
+            found = (stored - old_mean) / old_std * std[step] + mean[step]
+            read.append(F.normalize(found, dim=-1) if s.similarity == "cosine" else found)
+            stored = torch.cat([read[-1] if s.rival.endswith("-kept") else stored, new])[-m:]
+        self.passages.copy_(stored)
+        return torch.stack(read)
+
+    def _global(self, own: Tensor, chosen: Tensor) -> Tensor:
+        """Global contrastive loss (SogCLR, arXiv 2202.12387), queries to passages only: the sum over rows of log u.
+
+        u is kept per training pair: its negatives' mean of exp(score - positive's score), first as found in its micro-batch, later
+        (1 - gamma) u + gamma times what is found. A negative's score less the positive's gets the weight exp(...) / (negatives * u): a
+        softmax over the micro-batch's negatives, times what they now sum to over what they usually do.
+
+        As in libauc 2.0.1's `GCLoss(mode="bimodal")`, that is `GCLoss_v2`, made for two encoders (v1 adds scores inside one tower): the
+        positive is not a summand, u is updated before it is used and at least 1e-20. Unlike there: only one of its two directions, as in
+        all methods here; weights are divided by the number of negatives, as in v1 (v2 leaves that out, which makes gradients n - 1 times as
+        large), and gradients are not multiplied by the temperature; duplicates are no negatives; whether it is a first visit is known per
+        sample and not per batch; logarithms instead of v2's running maxima, so 1e-20 is not relative to these.
+        """
+        s, n = self.setting, self.setting.n
+        over = own - own.diagonal(dim1=1, dim2=2)[:, :, None]
+        negative = ~(torch.eye(n, dtype=torch.bool, device=own.device) | own.detach().isneginf())
+        with torch.no_grad():
+            exponents = over.masked_fill(~negative, -torch.inf) - negative.sum(2, keepdim=True).clamp(min=1).log()
+            found, before = exponents.logsumexp(2), self.log_u[chosen].view(-1, n)
+            mixed = torch.logaddexp(before + (math.log1p(-s.gamma) if s.gamma < 1 else -math.inf), found + math.log(s.gamma))
+            log_u = torch.where(before.isneginf(), found, mixed).clamp(min=LEAST_LOG_U)
+            self.log_u.index_copy_(0, chosen, log_u.view(-1))
+            weights = (exponents - log_u[:, :, None]).exp()
+        surrogate = (weights * over.masked_fill(~negative, 0.0)).sum((1, 2))
+        return log_u.sum(1) + surrogate - surrogate.detach()  # the value of one, the gradients of the other
+
+    def _present(self, size: int, ahead: Tensor) -> Tensor:
+        """(k, size): which of the last `size` samples there are, after so many of this update."""
+        return torch.arange(size, device=ahead.device) >= size - (self.count + ahead)[:, None]
 
     def _means(self, q: Tensor, p: Tensor) -> Tensor:
         """(2, k, d): of the last N_total samples at each micro-step, its own included."""
@@ -159,14 +276,27 @@ class Bank:
         return F.normalize(read, dim=-1) if unit else read
 
 
+def _check_rival(setting: Setting) -> None:
+    rival = setting.rival
+    if rival and rival not in RIVALS:
+        raise ValueError(f"rival={rival!r} is unknown; choose one of {', '.join(RIVALS)}")
+    if rival and (setting.bank > 0) != (rival != "sogclr"):
+        raise ValueError(f"rival={rival!r} takes {'no bank' if rival == 'sogclr' else 'a bank'}, not bank={setting.bank}")
+    if rival and (setting.mean or setting.zero_sum):
+        raise ValueError(f"rival={rival!r} goes without mean and zero_sum")
+
+
+def _moments(vectors: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation over those present: (..., m, d), (..., m) -> (..., d) twice."""
+    there = present[..., None].to(vectors.dtype)
+    number = there.sum(-2).clamp(min=1)
+    mean = (vectors * there).sum(-2) / number
+    variance = ((vectors - mean[..., None, :]).square() * there).sum(-2) / number
+    return mean, variance.sqrt().clamp(min=LEAST_STD)
+
+
 def _centred(gradients: Tensor) -> Tensor:
     return gradients - gradients.mean(1, keepdim=True)
-
-
-def _without_others(gradients: Tensor) -> Tensor:
-    """Each minus the mean of the others, which leaves its own share of the mean where it is."""
-    n = gradients.shape[1]
-    return _centred(gradients) * (n / (n - 1))
 
 
 class Tower(nn.Module):
@@ -199,18 +329,19 @@ class Tokens:
         self.pairs = {split: torch.from_numpy(arrays[split]).to(device) for split in ("train", "dev", "test")}
 
 
-def train(setting: Setting, tokens: Tokens, model: str, device: str) -> dict[str, Any]:
+def train(setting: Setting, tokens: Tokens, model: str, device: str, compiled: bool = False) -> dict[str, Any]:
     torch.manual_seed(setting.seed)
     first = Tower(model, setting.pooling)
     width: int = first.bert.config.hidden_size
     towers = nn.ModuleList([first, first if setting.tied else Tower(model, setting.pooling)]).to(device).train()
+    encoders = [torch.compile(tower, dynamic=False) if compiled else tower for tower in towers]
     parameters = list(towers.parameters())
     lr = torch.zeros((), device=device)
     optimizer = torch.optim.AdamW(
         parameters, lr=lr, betas=(0.9, setting.beta2), weight_decay=0.0, eps=EPS, fused=True, capturable=device == "cuda"
     )
-    bank = Bank(setting, width, device)
     pairs = tokens.pairs["train"][: setting.rows]
+    bank = Bank(setting, width, device, len(pairs))
     chosen = torch.zeros(setting.n_total, dtype=torch.int64, device=device)
     last_loss = torch.zeros((), device=device)
     for parameter in parameters:
@@ -219,10 +350,10 @@ def train(setting: Setting, tokens: Tokens, model: str, device: str) -> dict[str
     def update() -> None:
         queries, passages = pairs[chosen].unbind(1)
         with torch.autocast(device, torch.bfloat16):
-            q, p = towers[0](tokens.queries[queries]), towers[1](tokens.passages[passages])
+            q, p = encoders[0](tokens.queries[queries]), encoders[1](tokens.passages[passages])
         if setting.similarity == "cosine":
             q, p = F.normalize(q, dim=1), F.normalize(p, dim=1)
-        loss, grad_q, grad_p = bank.update(q, p, tokens.query_keys[queries], tokens.passage_keys[passages])
+        loss, grad_q, grad_p = bank.update(q, p, tokens.query_keys[queries], tokens.passage_keys[passages], chosen)
         torch.autograd.backward([q, p], [grad_q, grad_p])
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
@@ -321,7 +452,7 @@ def write_tokens(data: str, model: str, output: str) -> None:
     np.savez_compressed(output, **arrays)
 
 
-def work(tokens: str, model: str, grid: str, output: str, until: float) -> None:
+def work(tokens: str, model: str, grid: str, output: str, until: float, compiled: bool) -> None:
     """Take settings that nobody has taken until there are none."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -333,7 +464,7 @@ def work(tokens: str, model: str, grid: str, output: str, until: float) -> None:
             continue
         started = time.perf_counter()
         try:
-            found = train(setting, loaded, model, device)
+            found = train(setting, loaded, model, device, compiled)
         except Exception:
             found = {"error": traceback.format_exc()}
         with open(output, "a", encoding="utf-8") as results:
@@ -370,6 +501,7 @@ def main() -> None:
     run.add_argument("--tokens", required=True)
     run.add_argument("--grid", required=True)
     run.add_argument("--processes", type=int, default=1)
+    run.add_argument("--compile", action="store_true", help="towers by torch.compile: half a minute first, then faster")
     run.add_argument("--seconds", type=float, default=math.inf, help="begin no training after so many")
     run.add_argument("--until", type=float, help=argparse.SUPPRESS)
     for command in (make, run):
@@ -383,7 +515,7 @@ def main() -> None:
         shutil.rmtree(f"{a.output}.claims", ignore_errors=True)
     until = a.until or time.time() + a.seconds
     others = [subprocess.Popen([sys.executable, *sys.argv, "--processes", "1", "--until", str(until)]) for _ in range(a.processes - 1)]
-    work(a.tokens, a.model, a.grid, a.output, until)
+    work(a.tokens, a.model, a.grid, a.output, until, a.compile)
     for other in others:
         other.wait()
 

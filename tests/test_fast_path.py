@@ -1,8 +1,9 @@
-"""The grid's fast path gives the loss and gradients of the real one."""
+"""The grid's fast path gives the loss and gradients of the real one, and of rivals written down micro-batch by micro-batch."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from contaccum import DualBankInfoNCE
 
 UPDATES, N, TOTAL, WIDTH = 6, 4, 16, 8
+PAIRS = 40
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +81,135 @@ def test_both_towers_gradients_are_centred_by_micro_step(drift: ModuleType) -> N
     for gradients, found in zip(plain, balanced, strict=True):
         parts = gradients.view(-1, N, WIDTH)
         torch.testing.assert_close(found, (parts - parts.mean(1, keepdim=True)).view_as(found))
+
+
+class NaiveMemory:
+    """XBM and XBN: one micro-batch at a time, lists of single vectors, one row at a time."""
+
+    def __init__(self, setting: Any, scale: float) -> None:
+        self.setting, self.scale = setting, scale
+        self.memory: list[tuple[Tensor, int, int]] = []  # passage, its key and its query's, oldest first
+        self.last: list[Tensor] = []
+
+    def loss(self, q: Tensor, p: Tensor, query_keys: list[int], passage_keys: list[int], _: list[int]) -> Tensor:
+        s = self.setting
+        self.last = [*self.last, *p.detach()][-s.n_total :]
+        stored = [vector for vector, _, _ in self.memory]
+        if s.rival != "xbm" and stored:
+            now = torch.stack(list(p.detach()) if "batch" in s.rival else self.last)
+            memory = torch.stack(stored)
+            matched = (memory - memory.mean(0)) / memory.std(0, correction=0) * now.std(0, correction=0) + now.mean(0)
+            stored = list(F.normalize(matched, dim=1) if s.similarity == "cosine" else matched)
+        rows = []
+        for i, query in enumerate(q):
+            scores = [self.scale * query @ p[i]]
+            scores += [
+                self.scale * query @ p[j]
+                for j in range(len(p))
+                if j != i and query_keys[j] != query_keys[i] and passage_keys[j] != passage_keys[i]
+            ]
+            scores += [
+                self.scale * query @ vector
+                for vector, (_, passage_key, query_key) in zip(stored, self.memory, strict=True)
+                if query_key != query_keys[i] and passage_key != passage_keys[i]
+            ]
+            rows.append(torch.stack(scores).logsumexp(0) - scores[0])
+        if s.rival.endswith("-kept"):
+            self.memory = [(vector, *keys) for vector, (_, *keys) in zip(stored, self.memory, strict=True)]
+        self.memory = [*self.memory, *zip(p.detach(), passage_keys, query_keys, strict=True)][-s.bank :]
+        return torch.stack(rows).mean()
+
+
+class NaiveGlobal:
+    """SogCLR, by its gradient: each negative weighs exp(its score - the positive's) / (negatives * u)."""
+
+    def __init__(self, setting: Any, scale: float) -> None:
+        self.gamma, self.scale = setting.gamma, scale
+        self.u: dict[int, float] = {}
+
+    def loss(self, q: Tensor, p: Tensor, query_keys: list[int], passage_keys: list[int], samples: list[int]) -> Tensor:
+        value, with_gradient = 0.0, torch.zeros((), dtype=q.dtype)
+        for i, sample in enumerate(samples):
+            over = [
+                self.scale * (q[i] @ p[j] - q[i] @ p[i])
+                for j in range(len(p))
+                if j != i and query_keys[j] != query_keys[i] and passage_keys[j] != passage_keys[i]
+            ]
+            found = sum(math.exp(x.item()) for x in over) / max(1, len(over))
+            u = max((1 - self.gamma) * self.u[sample] + self.gamma * found if sample in self.u else found, 1e-20)
+            self.u[sample] = u
+            value += math.log(u)
+            for x in over:
+                with_gradient = with_gradient + math.exp(x.item()) / (len(over) * u) * x
+        return (value + with_gradient - with_gradient.detach()) / len(q)
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"rival": rival, "bank": 24} for rival in ("xbm", "xbn", "xbn-batch", "xbn-kept", "xbn-batch-kept")),
+        {"rival": "xbn", "bank": 8},
+        {"rival": "sogclr"},
+        {"rival": "sogclr", "gamma": 0.3},
+        {"rival": "sogclr", "gamma": 1.0},
+    ],
+    ids=str,
+)
+def test_rivals_equal_their_definitions(drift: ModuleType, fields: dict[str, Any], similarity: str) -> None:
+    setting = drift.Setting("x", n=N, n_total=TOTAL, similarity=similarity, **fields)
+    bank = drift.Bank(setting, WIDTH, "cpu", PAIRS)
+    for _ in range(2):  # what is cleared is as new
+        naive = (NaiveGlobal if setting.rival == "sogclr" else NaiveMemory)(setting, drift.SCALES[similarity])
+        generator = torch.Generator().manual_seed(0)
+        all_keys = torch.randint(30, (2, PAIRS), generator=generator)  # some texts twice
+        for number in range(UPDATES):
+            vectors = torch.randn(2, TOTAL, WIDTH, generator=generator) * (1 + 0.2 * number) + number * 0.3
+            if similarity == "cosine":
+                vectors = F.normalize(vectors, dim=-1)
+            chosen = torch.randperm(PAIRS, generator=generator)[:TOTAL]
+            keys = all_keys[:, chosen]
+            loss, *gradients = bank.update(*vectors, *keys, chosen)
+            real = vectors.double().requires_grad_()
+            losses = []
+            for i in range(0, TOTAL, N):
+                part = slice(i, i + N)
+                losses.append(naive.loss(*real[:, part], *keys[:, part].tolist(), chosen[part].tolist()))
+            mean = torch.stack(losses).mean()
+            mean.backward()
+            torch.testing.assert_close(loss.double(), mean.detach(), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(torch.stack(gradients).double(), real.grad, rtol=1e-4, atol=1e-5)
+        bank.clear()
+
+
+def test_sogclr_of_one_visit_is_a_softmax_over_negatives(drift: ModuleType) -> None:
+    """u is then what it estimates: the gradient is that of log-mean-exp, and no score, however large, overflows."""
+    vectors = 30 * torch.randn(2, TOTAL, WIDTH, generator=torch.Generator().manual_seed(0))
+    keys = torch.arange(2 * TOTAL).view(2, TOTAL)
+    bank = drift.Bank(drift.Setting("x", n=N, n_total=TOTAL, similarity="dot", rival="sogclr"), WIDTH, "cpu", TOTAL)
+    loss, *gradients = bank.update(*vectors, *keys, torch.arange(TOTAL))
+    real = vectors.double().requires_grad_()
+    q, p = real.view(2, -1, N, WIDTH)
+    scores = q @ p.mT
+    positive = scores.diagonal(dim1=1, dim2=2)
+    others = scores.masked_fill(torch.eye(N, dtype=torch.bool), -torch.inf).logsumexp(2) - math.log(N - 1)
+    rows = others - positive
+    assert rows.max() > 1000
+    held = rows.clamp(min=math.log(1e-20))  # where u is at its least, the gradient all but vanishes
+    held.mean().backward()
+    torch.testing.assert_close(loss.double(), held.mean().detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.stack(gradients).double(), real.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"rival": "xmb", "bank": 8}, "choose one of xbm"),
+        ({"rival": "xbm"}, "takes a bank"),
+        ({"rival": "sogclr", "bank": 8}, "takes no bank"),
+        ({"rival": "xbn", "bank": 8, "mean": True}, "without mean"),
+    ],
+)
+def test_rivals_that_make_no_sense(drift: ModuleType, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        drift.Bank(drift.Setting("x", n=N, n_total=TOTAL, **fields), WIDTH, "cpu")
