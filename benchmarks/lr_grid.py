@@ -2,7 +2,7 @@
 
 python benchmarks/lr_grid.py acl-l3.jsonl deb-l3.jsonl deb-l6.jsonl --json results/lr-grid-h200.json --folder docs
 
-A file is named SET-ENCODER.jsonl.
+A file is named SET-ENCODER[-PART].jsonl. `--earlier` adds the rows of a table that this script wrote before.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ SHOWN = {
 }
 
 
-def rows_of(files: Sequence[Path]) -> list[Row]:
+NAMES = ("data", "encoder", "towers", "similarity", "lr", "method", "n")
+
+
+def rows_of(files: Sequence[Path], earlier: Sequence[Row] = ()) -> list[Row]:
     """Each cell's MRR by seed."""
     found: dict[tuple[Any, ...], list[tuple[int, float]]] = defaultdict(list)
+    for row in earlier:
+        found[tuple(row[name] for name in NAMES)] += zip(row["seeds"], row["MRR"], strict=True)
     for file in files:
-        dataset, encoder = file.stem.split("-")
+        dataset, encoder = file.stem.split("-")[:2]
         for run in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             s = run["setting"]
             towers = f"{'one tower' if s['tied'] else 'two towers'}, {s['pooling']}"
             found[(dataset, encoder, towers, s["similarity"], s["lr"], s["name"], s["n"])].append((s["seed"], round(run["MRR"], 2)))
-    names = ("data", "encoder", "towers", "similarity", "lr", "method", "n")
     return [
-        {**dict(zip(names, key, strict=True)), "seeds": [seed for seed, _ in sorted(cell)], "MRR": [value for _, value in sorted(cell)]}
+        {**dict(zip(NAMES, key, strict=True)), "seeds": [seed for seed, _ in sorted(cell)], "MRR": [value for _, value in sorted(cell)]}
         for key, cell in sorted(found.items())
     ]
 
@@ -87,13 +91,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--commit", required=True, help="which drift.py and package the runs were of")
+    parser.add_argument("--earlier", type=Path, help="a table of runs of an earlier commit")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--folder", type=Path, default=Path("docs"))
     args = parser.parse_args()
-    rows = rows_of(args.results)
+    before = json.loads(args.earlier.read_text(encoding="utf-8")) if args.earlier else {"rows": []}
+    rows = rows_of(args.results, before["rows"])
     first = json.loads(args.results[0].read_text(encoding="utf-8").splitlines()[0])["provenance"]
     command = "benchmarks/drift.py run --tokens SET.npz --model ENCODER --grid grid.jsonl"  # the grid is what `rows` lists
     where = {name: value for name, value in first.items() if name != "seed"} | {"command": command, "commit": args.commit}
+    if args.earlier:
+        where["earlier"] = before["provenance"]
     told = {"provenance": where, "over_gradcache": differences(rows), "rows": rows}
     args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     draw(rows, args.folder)

@@ -47,6 +47,7 @@ class ReferenceInfoNCE:
         self.drift_correction = drift_correction
         self.recent: list[Tuple] = []  # all tuples seen, uncorrected
         self.window, self.largest, self.in_update = 128, 0, 0  # samples that a mean is taken over, of the largest update, since the last
+        self.push: Tensor | None = None  # running mean of the gradients on passages
         self.bank: list[Tuple] = []  # oldest first
         self.updates = 0
 
@@ -63,10 +64,9 @@ class ReferenceInfoNCE:
             negatives = None if negatives is None else negatives / negatives.norm(dim=-1, keepdim=True)
         active = self.updates >= self.start_update
         if self.drift_correction == "mean+zero-sum" and active and self.bank_size:
-            passages = torch.cat([positives[:, None], *([] if negatives is None else [negatives])], 1)
-            if passages.shape[0] * passages.shape[1] > 1:
-                passages.register_hook(lambda gradient: gradient - gradient.mean((0, 1)))
-            positives, negatives = passages[:, 0], None if negatives is None else passages[:, 1:]
+            together = torch.cat([positives[:, None], *([] if negatives is None else [negatives])], 1)
+            together = together if together.requires_grad else together.requires_grad_()
+            positives, negatives = together[:, 0], None if negatives is None else together[:, 1:]
         current = []
         for i in range(len(queries)):
             passages = [positives[i], *([] if negatives is None else list(negatives[i]))]
@@ -85,7 +85,18 @@ class ReferenceInfoNCE:
         if active and self.bank_size:
             self.bank = [*self.bank, *(self._stored(self._moved(t, -1)) for t in current)][-self.bank_size :]
         with_scale = total / (len(rows) if self.gradient_scale == "paper" else len(current))
+        if self.drift_correction == "mean+zero-sum" and active and self.bank_size:
+            with_scale = self._without_push(with_scale, together)
         return (total / len(rows)).detach() + with_scale - with_scale.detach()
+
+    def _without_push(self, loss: Tensor, passages: Tensor) -> Tensor:
+        """With gradients on the passages (n, c, d) that lack their running mean. The current tuples are counted already."""
+        (gradients,) = torch.autograd.grad(loss, passages, retain_graph=True)
+        each = [gradient for of_tuple in gradients for gradient in of_tuple]
+        weight = min(1.0, len(passages) / min(len(self.recent), self.window))
+        own = sum(each) / len(each)
+        self.push = own if self.push is None else (1 - weight) * self.push + weight * own
+        return loss - (passages * self.push).sum()
 
     def _row_loss(self, row: Tuple, tuples: list[Tuple]) -> Tensor:
         scores, positive = [], None
@@ -134,3 +145,4 @@ class ReferenceInfoNCE:
             t.age += lr_fraction
         if not self.past_encoder:
             self.bank, self.recent, self.window, self.largest, self.in_update = [], [], 128, 0, 0
+            self.push = None

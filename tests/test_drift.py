@@ -26,23 +26,24 @@ def step(
 
 
 @pytest.mark.parametrize("h", [0, 2])
-def test_zero_sum_takes_their_mean_off_the_gradients_on_passages_and_nothing_else(h: int) -> None:
+def test_zero_sum_takes_their_mean_so_far_off_the_gradients_on_passages_and_nothing_else(h: int) -> None:
     plain, balanced = (DualBankInfoNCE(20, 0.3, drift_correction=correction) for correction in ("mean", "mean+zero-sum"))
+    seen = []
     for seed in range(6):
         (loss, on_queries, on_passages), found = (step(criterion, h=h, seed=seed) for criterion in (plain, balanced))
+        seen.append(on_passages)
         assert torch.equal(found[0], loss)
         assert torch.equal(found[1], on_queries)
-        assert torch.allclose(found[2], on_passages - on_passages.mean((0, 1)), atol=1e-7)
-    assert on_passages.sum((0, 1)).norm() > 100 * found[2].sum((0, 1)).norm(), "there was nothing to take off"
+        assert torch.allclose(found[2], on_passages - torch.cat(seen).mean((0, 1)), atol=1e-7)
+    assert torch.cat(seen).mean((0, 1)).norm() > 1e-3, "there was nothing to take off"
 
 
-def test_a_micro_batch_of_one_passage_keeps_its_gradient() -> None:
+def test_a_micro_batch_of_one_passage_keeps_most_of_its_gradient() -> None:
     """Else micro-batches of one sample would never train the passage tower."""
     plain, balanced = (DualBankInfoNCE(20, 0.3, drift_correction=correction) for correction in ("mean", "mean+zero-sum"))
-    for seed in range(4):
+    for seed in range(16):
         (_, _, on_passage), (_, _, found) = (step(criterion, n=1, seed=seed) for criterion in (plain, balanced))
-    assert found.abs().max() > 1e-3
-    assert torch.equal(found, on_passage)
+    assert torch.cosine_similarity(found.flatten(), on_passage.flatten(), dim=0) > 0.9
 
 
 @pytest.mark.parametrize("h", [0, 2])
@@ -81,11 +82,16 @@ def test_nothing_balances_a_bank_of_passages_alone_but_zero_sum() -> None:
 
     def pull(correction: str | None, queries: int) -> float:
         criterion = DualBankInfoNCE(64, 0.3, query_bank_size=queries, drift_correction=correction, gradient_scale="in-batch")
-        return float(sum(-step(criterion, query_mean=stays, seed=seed)[2].sum((0, 1))[0] for seed in range(60)) / 60)
+        pulls = []
+        for seed in range(120):
+            pulls.append(-step(criterion, query_mean=stays, seed=seed)[2].sum((0, 1))[0])
+            if seed % 4 == 3:
+                criterion.after_update()
+        return float(torch.stack(pulls[60:]).mean())
 
     assert pull(None, queries=0) > 0.3
     assert abs(pull(None, queries=64)) < 0.3 * pull(None, queries=0)
-    assert abs(pull("mean+zero-sum", queries=0)) < 1e-4
+    assert abs(pull("mean+zero-sum", queries=0)) < 0.01
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def drift() -> ModuleType:
         ({}, {"bank_size": 0}),
         ({"bank": 24}, {"bank_size": 24, "drift_correction": None}),
         ({"bank": 24, "mean": True}, {"bank_size": 24, "drift_correction": "mean"}),
-        ({"bank": 24, "mean": True, "zero_sum": "passages"}, {"bank_size": 24, "drift_correction": "mean+zero-sum"}),
+        ({"bank": 24, "mean": True, "zero_sum": "running"}, {"bank_size": 24, "drift_correction": "mean+zero-sum"}),
     ],
 )
 def test_equals_micro_steps(

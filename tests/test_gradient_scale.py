@@ -1,4 +1,4 @@
-"""Gradients keep the scale of in-batch training whatever the bank holds; the loss is in nats per row."""
+"""Gradients keep the scale of in-batch training whatever the bank holds; the loss is in nats per row. On passages they sum to zero."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from contaccum import DualBankInfoNCE
+from reference import ReferenceInfoNCE
 
 D, K = 32, 4
 
@@ -97,3 +98,111 @@ def test_a_short_last_update_does_not_shrink_the_window(n_total: int) -> None:
     assert again.bank.means is not None
     again.after_update()
     assert again.bank.means.window == n_total
+
+
+def zero_sum_step(criterion: Any, n: int, h: int, seed: int, bad: float | None = None) -> list[Tensor]:
+    """Loss of a micro-step of random vectors and its gradients on queries, positives and, all at once, hard negatives."""
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [torch.randn(n, *shape, D, generator=generator, dtype=torch.float64).add(0.3) for shape in ((), (), (h,))[: 3 if h else 2]]
+    if bad is not None:
+        leaves[1][0, 3] = bad
+    for leaf in leaves:
+        leaf.requires_grad_()
+    loss = criterion(*leaves)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def balanced(**options: Any) -> DualBankInfoNCE:
+    return DualBankInfoNCE(**{"bank_size": 24, "scale": 0.2, "drift_correction": "mean+zero-sum", **options})
+
+
+def common(criterion: DualBankInfoNCE) -> Tensor:
+    return criterion.state_dict()["bank.means._common"].clone()
+
+
+@pytest.mark.parametrize("similarity", ["dot", "cosine"])
+@pytest.mark.parametrize("h", [0, 2])
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_smallest_micro_batches_lose_their_running_mean_as_the_reference_says(n: int, h: int, similarity: str) -> None:
+    options = {"bank_size": 12, "similarity": similarity, "scale": 2.0, "drift_correction": "mean+zero-sum"}
+    criterion, reference = DualBankInfoNCE(**options), ReferenceInfoNCE(**options)
+    for seed in range(24):
+        for found, expected in zip(zero_sum_step(criterion, n, h, seed), zero_sum_step(reference, n, h, seed), strict=True):
+            torch.testing.assert_close(found, expected)
+        if seed % 6 == 5:
+            criterion.after_update()
+            reference.after_update()
+    assert reference.window == 6 * n
+    torch.testing.assert_close(common(criterion), reference.push)
+
+
+@pytest.mark.parametrize("h", [0, 2])
+@pytest.mark.parametrize(("n", "sums_to_zero"), [(4, False), (16, True), (20, True)])
+def test_gradients_of_a_micro_step_as_large_as_the_window_sum_to_zero(n: int, sums_to_zero: bool, h: int) -> None:
+    criterion = balanced()
+    for seed in range(8):
+        zero_sum_step(criterion, 8, h, seed)
+        if seed % 2:
+            criterion.after_update()
+    _, _, *on_passages = zero_sum_step(criterion, n, h, seed=99)
+    total = sum(gradient.reshape(-1, D).sum(0) for gradient in on_passages)
+    assert bool(total.norm() < 1e-12) == sums_to_zero
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
+def test_gradients_that_are_not_finite_stay_as_they_are_and_leave_the_running_mean_alone(bad: float) -> None:
+    """The vectors of the last case are finite: they enter the bank, and only their gradients overflow."""
+    criterion, plain = balanced(scale=1e150), DualBankInfoNCE(bank_size=24, scale=1e150, drift_correction="mean")
+    for seed in range(3):
+        for each in (criterion, plain):
+            zero_sum_step(each, 4, 1, seed)
+    before = common(criterion)
+    assert before.norm() > 0
+    found, expected = (zero_sum_step(each, 4, 1, seed=9, bad=bad) for each in (criterion, plain))
+    assert not all(gradient.isfinite().all() for gradient in found)
+    for gradient, as_it_was in zip(found, expected, strict=True):
+        assert torch.equal(gradient.nan_to_num(7.0), as_it_was.nan_to_num(7.0))
+    assert torch.equal(common(criterion), before)
+    assert criterion.bank.count == (16 if bad == 1e200 else 12)
+
+
+def test_a_micro_batch_that_is_dropped_before_it_enters_leaves_the_running_mean_alone() -> None:
+    """As where memory runs out in its backward pass: its halves follow."""
+    criterion, undisturbed = balanced(), balanced()
+    for seed in range(6):
+        if seed == 3:
+            assert criterion.bank.count == 12
+            zero_sum_step(criterion, 8, 1, seed=99)
+            criterion.bank._arrivals = None
+        found, expected = (zero_sum_step(each, 4, 1, seed) for each in (criterion, undisturbed))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_saved_running_mean_goes_on_bit_equal(n: int) -> None:
+    criterion, again = balanced(), balanced()
+    for seed in range(9):
+        zero_sum_step(criterion, n, 1, seed)
+        if seed % 4 == 3:
+            criterion.after_update()
+    again.load_state_dict(criterion.state_dict())
+    assert common(again).dtype == torch.float64
+    for seed in range(9, 18):
+        found, expected = (zero_sum_step(each, n, 1, seed) for each in (again, criterion))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        if seed % 4 == 3:
+            criterion.after_update()
+            again.after_update()
+    assert torch.equal(common(again), common(criterion))
+
+
+def test_a_cleared_bank_forgets_the_running_mean_and_a_released_one_its_memory() -> None:
+    criterion = balanced()
+    first = zero_sum_step(criterion, 2, 1, 0)
+    zero_sum_step(criterion, 2, 1, 1)
+    assert common(criterion).norm() > 0
+    criterion.bank.clear()
+    assert common(criterion).norm() == 0
+    assert all(torch.equal(a, b) for a, b in zip(zero_sum_step(criterion, 2, 1, 0), first, strict=True))
+    criterion.reset()
+    assert "bank.means._common" not in criterion.state_dict()

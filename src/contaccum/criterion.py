@@ -59,10 +59,11 @@ class DualBankInfoNCE(nn.Module):
             suits in-batch training suits this. "paper" divides them by the banked rows too, so they shrink while the bank fills. The loss
             is the mean over all rows either way.
         drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time, which lets a
-            bank help where weights move fast. "mean+zero-sum" also takes their mean off a micro-step's gradients on the passages (where
-            there are several), so that nothing pushes all of them the same way: see `contaccum.drift`. Both cost O(bank_size^2) per
-            micro-step: for banks of up to several thousand. None: the paper's way, vectors as they were stored. "auto": "mean+zero-sum"
-            where the bank holds vectors of older weights, else None (`past_encoder=False` or no bank). The attribute shows which.
+            bank help where weights move fast. "mean+zero-sum" also takes their running mean off the gradients on the passages, so that
+            nothing pushes all of them the same way: see `contaccum.drift`. The mean runs over about one update, because that of one small
+            micro-step is noise. Both cost O(bank_size^2) per micro-step: for banks of up to several thousand. None: the paper's way,
+            vectors as they were stored. "auto": "mean+zero-sum" where the bank holds vectors of older weights, else None
+            (`past_encoder=False` or no bank). The attribute shows which.
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
@@ -141,8 +142,8 @@ class DualBankInfoNCE(nn.Module):
         self.bank.prepare(rows, banked)
         past = self.bank.past(rows, banked)
         loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.gradient_scale)
-        if self.drift_correction == "mean+zero-sum" and passages[..., 0].numel() > 1:  # a single one's gradient is its own mean
-            gradients.passages.sub_(gradients.passages.mean((0, 1)))
+        if self.drift_correction == "mean+zero-sum" and self.bank.means is not None:
+            self.bank.means.balance(gradients.passages)
         self._notify(MicroStep(rows, columns, past, blocks, loss, None if past is None else self.bank.ages_by_slot))
         self.bank.push(rows, banked, past, blocks)
         return loss, gradients

@@ -12,6 +12,9 @@ cancel where both sets of queries have the same mean. Where the queries' mean ha
 same way the queries' mean follows the passages': each feeds the other, and the vectors run away together. Reading the bank with the present
 means takes the cause away ("mean"). What is left of the common push is taken off the gradients on the passages ("mean+zero-sum"): over a
 whole batch these sum to zero, so nothing is lost. Those on the queries do not, and are left alone: their sum is a signal.
+
+The common push is a running mean of these gradients over about one update. A small micro-step's own mean would be mostly noise, and that
+of one passage its whole gradient. A micro-step as large as an update loses its own mean: its gradients sum to zero.
 """
 
 from __future__ import annotations
@@ -56,17 +59,22 @@ class _Asked:
 
 
 class RunningMeans(LazyBuffers):
-    """Means of the queries, positives and hard negatives of the last `window` samples."""
+    """Means of the queries, positives and hard negatives of the last `window` samples, and of the gradients on their passages."""
 
     _recent: Tensor  # (MAX_WINDOW, 2 or 3, d): query, positive and, where there are any, mean hard negative of each sample
+    _common: Tensor | None  # (d,) running mean of the gradients on passages; None until the first of them has been added
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("_recent", None)
+        self.register_buffer("_common", None)
         self.clear()
 
     def clear(self) -> None:
         self._asked: _Asked | None = None
+        self._next_common: Tensor | None = None  # with the micro-batch that has not been added yet
+        if self._common is not None:
+            self._common.zero_()
         self.window = DEFAULT_WINDOW
         self.largest_update = 0
         self.count = 0
@@ -75,6 +83,7 @@ class RunningMeans(LazyBuffers):
     def release(self) -> None:
         self.clear()
         self.register_buffer("_recent", None)
+        self.register_buffer("_common", None)
 
     def present(self, queries: Tensor, passages: Tensor) -> tuple[Tensor, Tensor]:
         """Means over the last `window` samples, a micro-batch (n, d), (n, c, d) the newest of them: (d,) and (c, d).
@@ -106,6 +115,19 @@ class RunningMeans(LazyBuffers):
         mean = torch.cat(self._newest(self.window)).mean(0)
         return mean[0], _per_passage(mean, passages_per_tuple)
 
+    def balance(self, gradients: Tensor) -> None:
+        """Take their running mean, these included, off a micro-batch's gradients on passages (n, c, d), in place.
+
+        At first it is the mean of all so far, later one that forgets: n samples weigh n / `window`. It is kept when the micro-batch is
+        added. Gradients that are not finite stay as they are and leave no trace in it.
+        """
+        n, own = len(gradients), gradients.mean((0, 1))
+        before = torch.zeros_like(own) if self._common is None else self._common
+        weight = min(1.0, n / min(self.count + n, self.window))
+        finite = own.isfinite().all()  # stays on the device: nobody waits for it
+        self._next_common = torch.where(finite, before.lerp(own, weight), before)
+        gradients.sub_(self._next_common * finite)
+
     def add(self, queries: Tensor, passages: Tensor) -> None:
         asked, self._asked = self._asked, None
         new = asked.samples if asked is not None and asked.of(queries, passages) else _samples(queries, passages)
@@ -113,7 +135,17 @@ class RunningMeans(LazyBuffers):
             self._recent = new.new_zeros((MAX_WINDOW, *new.shape[1:]))
         kept, count = new[-MAX_WINDOW:], self.count + len(new)
         write_ring(self._recent, (count - len(kept)) % MAX_WINDOW, kept)
+        self._keep_common()
         self.count, self.samples_in_update = count, self.samples_in_update + len(new)
+
+    def _keep_common(self) -> None:
+        if self._next_common is None:
+            return
+        if self._common is None:
+            self._common = self._next_common
+        else:
+            self._common.copy_(self._next_common)
+        self._next_common = None
 
     def after_update(self) -> None:
         self.largest_update = max(self.largest_update, min(self.samples_in_update, MAX_WINDOW))
