@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from contaccum.provenance import provenance
 
 SCALES = {"cosine": 20.0, "dot": 1.0}
 CLIP, EPS = 2.0, 1e-8
-QUERY_TOKENS, PASSAGE_TOKENS = 32, 128
 RIVALS = ("xbm", "xbn", "xbn-batch", "xbn-kept", "xbn-batch-kept", "sogclr")
 LEAST_STD, LEAST_LOG_U = 1e-6, math.log(1e-20)  # the latter as in libauc
 
@@ -50,6 +49,8 @@ class Setting:
     n: int = 8
     n_total: int = 128
     bank: int = 0
+    hard_negatives: int = 0  # per query, the same each epoch
+    past: bool = True  # False: the bank is emptied after every update
     mean: bool = False  # drift_correction="mean"
     zero_sum: str = ""  # of gradients: "running" (with the mean: "mean+zero-sum"), or within a micro-step: "passages" or "both" towers'
     gradient_scale: str = "in-batch"  # or "paper"
@@ -71,16 +72,16 @@ class Bank:
     """The last `bank` tuples, oldest first, and the last update's vectors; at first empty."""
 
     def __init__(self, setting: Setting, width: int, device: str, samples: int = 0) -> None:
-        _check_rival(setting)
+        _check(setting)
         self.setting = setting
-        size, total = setting.bank, setting.n_total
+        size, total, c = setting.bank, setting.n_total, 1 + setting.hard_negatives
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        self.queries, self.passages = zeros(size, width), zeros(size, width)
-        self.query_keys, self.passage_keys = zeros(size, dtype=torch.int64), zeros(size, dtype=torch.int64)
-        self.recent = zeros(2, total, width)  # queries and passages of the last update, as they were
+        self.queries, self.passages = zeros(size, width), zeros(size, c, width)
+        self.query_keys, self.passage_keys = zeros(size, dtype=torch.int64), zeros(size, c, dtype=torch.int64)
+        self.recent = zeros(1 + min(c, 2), total, width)  # of the last update, as they were: queries, positives and mean hard negatives
         self.push = zeros(width)  # running mean of the gradients on passages
         self.count = zeros(dtype=torch.int64)
         self.log_u = torch.full((samples if setting.rival == "sogclr" else 0,), -torch.inf, device=device)  # -inf: not seen yet
@@ -93,39 +94,40 @@ class Bank:
     def update(
         self, queries: Tensor, passages: Tensor, query_keys: Tensor, passage_keys: Tensor, chosen: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean micro-loss of an update (N_total, d) and its gradients on both; then its tuples enter.
+        """Mean micro-loss of an update and its gradients on both; then its tuples enter.
 
+        Queries (N_total, d), passages (N_total, c, d) or, where there are no hard negatives, (N_total, d); keys likewise.
         `chosen` are the samples' numbers, no two alike: only "sogclr" asks for them.
         """
         s, total = self.setting, len(queries)
         k, n = total // s.n, s.n
-        q, p = queries.detach().requires_grad_(), passages.detach().requires_grad_()
-        own = (SCALES[s.similarity] * (q.view(k, n, -1) @ p.view(k, n, -1).mT)).masked_fill(
-            self._same_batch(query_keys, passage_keys), -torch.inf
-        )
+        if not s.past:
+            self.count.zero_()
+        q, p = queries.detach().contiguous().requires_grad_(), passages.detach().contiguous().requires_grad_()
+        query_keys, passage_keys = query_keys.reshape(k, n), passage_keys.reshape(k, n, -1)
+        own = SCALES[s.similarity] * (q.view(k, n, -1) @ p.view(k, -1, p.shape[-1]).mT)
+        own = own.masked_fill(self._same_batch(query_keys, passage_keys).flatten(2), -torch.inf)
+        positives = own.view(k, n, n, -1)[..., 0].diagonal(dim1=1, dim2=2)  # (k, n)
         if s.rival:
-            losses, rows = (
-                self._rival(q, p, own, query_keys.view(k, n), passage_keys.view(k, n), chosen),
-                torch.full_like(query_keys[:k], n),
-            )
+            losses, rows = self._rival(q, p, own, query_keys, passage_keys[..., 0], chosen), torch.full_like(query_keys[:, 0], n)
         elif s.bank:
-            losses, rows = self._banked(q, p, own, query_keys.view(k, n), passage_keys.view(k, n))
+            losses, rows = self._banked(q, p, own, positives, query_keys, passage_keys)
         else:
-            losses, rows = (own.logsumexp(2) - own.diagonal(dim1=1, dim2=2)).sum(1), torch.full((k,), n, device=q.device)
+            losses, rows = (own.logsumexp(2) - positives).sum(1), torch.full_like(query_keys[:, 0], n)
         loss = (losses / rows).mean()
         grad_q, grad_p = torch.autograd.grad(loss if s.gradient_scale == "paper" else losses.mean() / n, (q, p))
         if s.zero_sum == "running":
-            grad_p = self._without_push(grad_p.view(k, n, -1))
+            grad_p = self._without_push(grad_p.view(k, -1, p.shape[-1]))
         elif s.zero_sum:
-            grad_p = _centred(grad_p.view(k, n, -1))
+            grad_p = _centred(grad_p.view(k, -1, p.shape[-1]))
         if s.zero_sum == "both":
             grad_q = _centred(grad_q.view(k, n, -1))
         return loss.detach(), grad_q.view_as(q), grad_p.view_as(p)
 
     def _without_push(self, gradients: Tensor) -> Tensor:
-        """(k, n, d) minus their mean over about an update, each micro-step's own included."""
+        """(k, n * c, d) minus their mean over about an update, each micro-step's own included."""
         n, total = self.setting.n, self.setting.n_total
-        before, found = self.count - gradients[..., 0].numel(), []  # this update is counted already
+        before, found = self.count - total, []  # this update is counted already
         for step, own in enumerate(gradients):
             weight = n / (before + (step + 1) * n).clamp(max=total)
             self.push.lerp_(own.mean(0), weight)
@@ -133,31 +135,35 @@ class Bank:
         return torch.stack(found)
 
     def _same_batch(self, query_keys: Tensor, passage_keys: Tensor) -> Tensor:
-        n = self.setting.n
-        q, p = query_keys.view(-1, n), passage_keys.view(-1, n)
-        same = (q[:, :, None] == q[:, None]) | (p[:, :, None] == p[:, None])
-        return same & ~torch.eye(n, dtype=torch.bool, device=q.device)
+        """(k, n, n, c): which passages are the row's own positive once more, or that of an equal query."""
+        same = _duplicates(query_keys, passage_keys, query_keys, passage_keys)
+        same[..., 0] &= ~torch.eye(query_keys.shape[1], dtype=torch.bool, device=same.device)
+        return same
 
-    def _banked(self, q: Tensor, p: Tensor, own: Tensor, query_keys: Tensor, passage_keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _banked(
+        self, q: Tensor, p: Tensor, own: Tensor, own_positives: Tensor, query_keys: Tensor, passage_keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(k,) sums over the rows of each micro-batch and the bank before it, and their number."""
         s, scale = self.setting, SCALES[self.setting.similarity]
-        k, n, m = *query_keys.shape, s.bank
-        current_q, current_p = q.view(k, n, -1), p.view(k, n, -1)
+        k, n, m, c = *query_keys.shape, s.bank, passage_keys.shape[2]
+        current_q, current_p = q.view(k, n, -1), p.view(k, n * c, -1)
         with torch.no_grad():
-            means = self._means(q.detach(), p.detach()) if s.mean else None
-            bank_q = self._windows("queries", q.detach(), None if means is None else means[0])
-            bank_p = self._windows("passages", p.detach(), None if means is None else means[1])
-            bank_qk, bank_pk = self._windows("query_keys", query_keys.view(-1)), self._windows("passage_keys", passage_keys.view(-1))
+            tuples = p.detach().view(k * n, c, -1)
+            mean_q, mean_p = self._means(q.detach(), tuples) if s.mean else (None, None)
+            bank_q = self._windows("queries", q.detach(), mean_q)
+            bank_p = self._windows("passages", tuples, mean_p).flatten(1, 2)  # (k, m * c, d)
+            bank_qk, bank_pk = self._windows("query_keys", query_keys.flatten()), self._windows("passage_keys", passage_keys.flatten(0, 1))
             present = self._present(m, n * torch.arange(k, device=q.device))  # (k, m)
-            between = scale * (bank_q @ bank_p.mT)  # (k, m, m)
-            targets = between.diagonal(dim1=1, dim2=2).clone()
-            same = (bank_qk[:, :, None] == bank_qk[:, None]) | (bank_pk[:, :, None] == bank_pk[:, None])
-            same &= ~torch.eye(m, dtype=torch.bool, device=q.device)
-            constant = between.masked_fill_(same | ~present[:, None], -torch.inf).logsumexp(2).masked_fill(~present, 0.0)  # (k, m)
-            duplicate = (query_keys[:, :, None] == bank_qk[:, None]) | (passage_keys[:, :, None] == bank_pk[:, None])  # (k, n, m)
-        over_bank = (scale * (current_q @ bank_p.mT)).masked_fill(duplicate | ~present[:, None], -torch.inf)
-        of_bank = (scale * (bank_q @ current_p.mT)).masked_fill(duplicate.mT, -torch.inf)
-        current = (torch.cat([own, over_bank], 2).logsumexp(2) - own.diagonal(dim1=1, dim2=2)).sum(1)
+            absent = ~present.repeat_interleave(c, 1)[:, None]  # (k, 1, m * c)
+            between = scale * (bank_q @ bank_p.mT)  # (k, m, m * c)
+            targets = between.view(k, m, m, c)[..., 0].diagonal(dim1=1, dim2=2).clone()
+            same = self._same_batch(bank_qk, bank_pk).flatten(2)
+            constant = between.masked_fill_(same | absent, -torch.inf).logsumexp(2).masked_fill(~present, 0.0)  # (k, m)
+            in_bank = _duplicates(query_keys, passage_keys, bank_qk, bank_pk).flatten(2)  # (k, n, m * c)
+            in_batch = _duplicates(bank_qk, bank_pk, query_keys, passage_keys).flatten(2)  # (k, m, n * c)
+        over_bank = (scale * (current_q @ bank_p.mT)).masked_fill(in_bank | absent, -torch.inf)
+        of_bank = (scale * (bank_q @ current_p.mT)).masked_fill(in_batch, -torch.inf)
+        current = (torch.cat([own, over_bank], 2).logsumexp(2) - own_positives).sum(1)
         past = (torch.cat([constant[:, :, None], of_bank], 2).logsumexp(2) - targets).masked_fill(~present, 0.0).sum(1)
         self.count += k * n
         return current + past, n + present.sum(1)
@@ -189,8 +195,9 @@ class Bank:
         k, n = query_keys.shape
         with torch.no_grad():
             present = self._present(s.bank, n * torch.arange(k, device=q.device))
-            bank_p = self._windows("passages", p.detach()) if s.rival == "xbm" else self._matched(p.detach(), present)
-            bank_qk, bank_pk = self._windows("query_keys", query_keys.view(-1)), self._windows("passage_keys", passage_keys.view(-1))
+            bank_p = self._windows("passages", p.detach()[:, None])[:, :, 0] if s.rival == "xbm" else self._matched(p.detach(), present)
+            bank_qk = self._windows("query_keys", query_keys.flatten())
+            bank_pk = self._windows("passage_keys", passage_keys.flatten()[:, None])[..., 0]
             duplicate = (query_keys[:, :, None] == bank_qk[:, None]) | (passage_keys[:, :, None] == bank_pk[:, None])  # (k, n, m)
         over_bank = (scale * (q.view(k, n, -1) @ bank_p.mT)).masked_fill(duplicate | ~present[:, None], -torch.inf)
         self.count += k * n
@@ -212,13 +219,13 @@ class Bank:
             last = line[n:].unfold(0, total, n).movedim(-1, 1)  # (k, N_total, d)
             mean, std = _moments(last, self._present(total, n * torch.arange(1, k + 1, device=p.device)))
             self.recent[1].copy_(p)
-        stored, read = self.passages, []
+        stored, read = self.passages[:, 0], []
         for step, new in enumerate(p.view(k, n, -1)):
             old_mean, old_std = _moments(stored, present[step])
             found = (stored - old_mean) / old_std * std[step] + mean[step]
             read.append(F.normalize(found, dim=-1) if s.similarity == "cosine" else found)
             stored = torch.cat([read[-1] if s.rival.endswith("-kept") else stored, new])[-m:]
-        self.passages.copy_(stored)
+        self.passages.copy_(stored[:, None])
         return torch.stack(read)
 
     def _global(self, own: Tensor, chosen: Tensor) -> Tensor:
@@ -251,21 +258,23 @@ class Bank:
         """(k, size): which of the last `size` samples there are, after so many of this update."""
         return torch.arange(size, device=ahead.device) >= size - (self.count + ahead)[:, None]
 
-    def _means(self, q: Tensor, p: Tensor) -> Tensor:
-        """(2, k, d): of the last N_total samples at each micro-step, its own included."""
-        n, total = self.setting.n, len(q)
-        both = torch.cat([self.recent, torch.stack([q, p])], 1)
-        sums = F.pad(both.cumsum(1), (0, 0, 1, 0))
+    def _means(self, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, d), (k, c, d): of the last N_total samples at each micro-step, its own included; hard negatives have one of their own."""
+        n, total, c = self.setting.n, len(q), p.shape[1]
+        kinds = torch.stack([q, p[:, 0], *([p[:, 1:].mean(1)] if c > 1 else [])])
+        line = torch.cat([self.recent, kinds], 1)
+        sums = F.pad(line.cumsum(1), (0, 0, 1, 0))
         ends = torch.arange(n, total + 1, n, device=q.device)
         filled = (self.count + ends).clamp(max=total)
-        self.recent.copy_(both[:, total:])
-        return (sums[:, total + ends] - sums[:, ends]) / filled[:, None]
+        self.recent.copy_(line[:, total:])
+        means = (sums[:, total + ends] - sums[:, ends]) / filled[:, None]  # (2 or 3, k, d)
+        return means[0], torch.stack([means[min(1 + i, 2)] for i in range(c)], 1)
 
     def _windows(self, name: str, new: Tensor, means: Tensor | None = None) -> Tensor:
         """(k, m, ...): the bank as each micro-step reads it; the buffer then holds the newest."""
         stored, n = getattr(self, name), self.setting.n
         unit = self.setting.similarity == "cosine"
-        entering = new if means is None else (new.view(-1, n, new.shape[1]) - means[:, None]).view_as(new)
+        entering = new if means is None else (new.view(-1, n, *new.shape[1:]) - means[:, None]).view_as(new)
         line = torch.cat([stored, entering])
         windows = line.unfold(0, len(stored), n)[:-1]  # (k, ..., m)
         windows = windows.movedim(-1, 1) if line.dim() > 1 else windows
@@ -276,14 +285,23 @@ class Bank:
         return F.normalize(read, dim=-1) if unit else read
 
 
-def _check_rival(setting: Setting) -> None:
+def _duplicates(row_queries: Tensor, row_passages: Tensor, column_queries: Tensor, column_passages: Tensor) -> Tensor:
+    """Where a passage is the row's positive, or that of an equal query: keys (k, r), (k, r, c), (k, m), (k, m, c) -> (k, r, m, c)."""
+    same = row_passages[:, :, :1, None] == column_passages[:, None]
+    same[..., 0] |= row_queries[:, :, None] == column_queries[:, None]
+    return same
+
+
+def _check(setting: Setting) -> None:
     rival = setting.rival
+    if not setting.past and (setting.mean or setting.zero_sum):
+        raise ValueError("past=False goes without mean and zero_sum: vectors of the present weights need no correction")
     if rival and rival not in RIVALS:
         raise ValueError(f"rival={rival!r} is unknown; choose one of {', '.join(RIVALS)}")
     if rival and (setting.bank > 0) != (rival != "sogclr"):
         raise ValueError(f"rival={rival!r} takes {'no bank' if rival == 'sogclr' else 'a bank'}, not bank={setting.bank}")
-    if rival and (setting.mean or setting.zero_sum):
-        raise ValueError(f"rival={rival!r} goes without mean and zero_sum")
+    if rival and (setting.mean or setting.zero_sum or setting.hard_negatives):
+        raise ValueError(f"rival={rival!r} goes without mean, zero_sum and hard_negatives")
 
 
 def _moments(vectors: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,6 +344,7 @@ class Tokens:
         arrays = np.load(file)
         self.queries, self.passages = (torch.from_numpy(arrays[name].astype(np.int32)).to(device) for name in ("q", "p"))
         self.query_keys, self.passage_keys = (torch.from_numpy(arrays[name]).to(device) for name in ("qk", "pk"))
+        # (rows, 2 or more): query, positive, hard negatives
         self.pairs = {split: torch.from_numpy(arrays[split]).to(device) for split in ("train", "dev", "test")}
 
 
@@ -340,7 +359,9 @@ def train(setting: Setting, tokens: Tokens, model: str, device: str, compiled: b
     optimizer = torch.optim.AdamW(
         parameters, lr=lr, betas=(0.9, setting.beta2), weight_decay=0.0, eps=EPS, fused=True, capturable=device == "cuda"
     )
-    pairs = tokens.pairs["train"][: setting.rows]
+    pairs = tokens.pairs["train"][: setting.rows, : 2 + setting.hard_negatives]
+    if pairs.shape[1] != 2 + setting.hard_negatives:
+        raise ValueError(f"the tokens hold {pairs.shape[1] - 2} hard negatives a query, not {setting.hard_negatives}")
     bank = Bank(setting, width, device, len(pairs))
     chosen = torch.zeros(setting.n_total, dtype=torch.int64, device=device)
     last_loss = torch.zeros((), device=device)
@@ -348,11 +369,12 @@ def train(setting: Setting, tokens: Tokens, model: str, device: str, compiled: b
         parameter.grad = torch.zeros_like(parameter)
 
     def update() -> None:
-        queries, passages = pairs[chosen].unbind(1)
+        queries, passages = pairs[chosen, 0], pairs[chosen, 1:]  # (N_total,), (N_total, c)
         with torch.autocast(device, torch.bfloat16):
-            q, p = encoders[0](tokens.queries[queries]), encoders[1](tokens.passages[passages])
+            q, p = encoders[0](tokens.queries[queries]), encoders[1](tokens.passages[passages.flatten()])
         if setting.similarity == "cosine":
             q, p = F.normalize(q, dim=1), F.normalize(p, dim=1)
+        p = p if setting.hard_negatives == 0 else p.view(*passages.shape, -1)
         loss, grad_q, grad_p = bank.update(q, p, tokens.query_keys[queries], tokens.passage_keys[passages], chosen)
         torch.autograd.backward([q, p], [grad_q, grad_p])
         nn.utils.clip_grad_norm_(parameters, CLIP)
@@ -412,7 +434,9 @@ def evaluate(towers: nn.ModuleList, tokens: Tokens, setting: Setting) -> dict[st
     ranks = []
     for begin in range(0, len(queries), 500):
         scores = queries[begin : begin + 500] @ passages.T
-        ranks.append((scores >= scores.gather(1, pairs[begin : begin + 500, 1:])).sum(1))  # ties count against it: a collapse is no success
+        ranks.append(
+            (scores >= scores.gather(1, pairs[begin : begin + 500, 1:2])).sum(1)
+        )  # ties count against it: a collapse is no success
     found = torch.cat(ranks)
     return {"MRR": 100 * float((1 / found.double()).mean()), "ranks": found.tolist()}
 
@@ -426,30 +450,59 @@ def _encode(tower: nn.Module, ids: Tensor, setting: Setting) -> Tensor:
     return F.normalize(vectors, dim=1) if setting.similarity == "cosine" else vectors
 
 
-def write_tokens(data: str, model: str, output: str) -> None:
-    """A BEIR folder with splits train, dev and test as the arrays that `Tokens` reads."""
+def write_tokens(data: str, model: str, output: str, collection: str | None, lengths: Sequence[int]) -> None:
+    """A BEIR folder with splits train, dev and test, or a prepared one with its collection, as the arrays that `Tokens` reads."""
     from transformers import AutoTokenizer
 
-    from contaccum.data.beir import read_qrels
-    from contaccum.retrieval.texts import encoded_texts, qrels_file, read_queries
-
     tokenizer = AutoTokenizer.from_pretrained(model)
-    splits = {split: read_qrels(qrels_file(Path(data), split)) for split in ("train", "dev", "test")}
-    queries = {query.id: query.text for split in splits for query in read_queries(data, split)}
-    passages = dict(encoded_texts(data))
-    arrays: dict[str, Any] = {}
-    places = []
-    for name, texts, limit in (("q", queries, QUERY_TOKENS), ("p", passages, PASSAGE_TOKENS)):
-        ids = tokenizer(list(texts.values()), truncation=True, max_length=limit)["input_ids"]
+    queries, passages, splits = _beir(data) if collection is None else _prepared(data, collection)
+    arrays: dict[str, Any] = {split: np.array(rows) for split, rows in splits.items()}
+    for name, texts, limit in zip("qp", (queries, passages), lengths, strict=True):
+        ids = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
         arrays[name] = np.zeros((len(ids), limit), np.uint16)
         for row, found in zip(arrays[name], ids, strict=True):
             row[: len(found)] = found
         known: dict[str, int] = {}
-        arrays[name + "k"] = np.array([known.setdefault(text, len(known)) for text in texts.values()])
-        places.append({key: place for place, key in enumerate(texts)})
-    for split, qrels in splits.items():
-        arrays[split] = np.array([(places[0][query], places[1][doc]) for query, grades in qrels.items() for doc in grades])
+        arrays[name + "k"] = np.array([known.setdefault(text, len(known)) for text in texts])
     np.savez_compressed(output, **arrays)
+
+
+Splits = dict[str, list[tuple[int, ...]]]  # rows of places: query, positive, hard negatives
+
+
+def _beir(data: str) -> tuple[list[str], list[str], Splits]:
+    """Texts of all queries and passages, and the pairs of each split."""
+    from contaccum.data.beir import read_qrels
+    from contaccum.retrieval.texts import encoded_texts, qrels_file, read_queries
+
+    judged = {split: read_qrels(qrels_file(Path(data), split)) for split in ("train", "dev", "test")}
+    queries = {query.id: query.text for split in judged for query in read_queries(data, split)}
+    passages = dict(encoded_texts(data))
+    query_at, passage_at = ({key: place for place, key in enumerate(texts)} for texts in (queries, passages))
+    splits: Splits = {
+        split: [(query_at[query], passage_at[doc]) for query, grades in qrels.items() for doc in grades] for split, qrels in judged.items()
+    }
+    return list(queries.values()), list(passages.values()), splits
+
+
+def _prepared(data: str, collection: str) -> tuple[list[str], list[str], Splits]:
+    """The same of a folder by `contaccum prepare` or `mine`: all of a row's hard negatives, of training rows that have as many as any."""
+    from contaccum.data.training import load_training_set
+    from contaccum.retrieval.texts import encoded_texts
+
+    passages = [text for _, text in encoded_texts(collection)]
+    place = {text: number for number, text in enumerate(passages)}
+    queries: list[str] = []
+    splits: Splits = {}
+    for split in ("train", "dev", "test"):
+        rows = list(load_training_set(data, split))
+        most = max(len(row["negatives"]) for row in rows)
+        splits[split] = []
+        for row in rows:
+            if len(row["negatives"]) == most:
+                splits[split].append((len(queries), place[row["positive"]], *(place[text] for text in row["negatives"])))
+                queries.append(row["query"])
+    return queries, passages, splits
 
 
 def work(tokens: str, model: str, grid: str, output: str, until: float, compiled: bool) -> None:
@@ -498,6 +551,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     make, run = commands.add_parser("tokens"), commands.add_parser("run")
     make.add_argument("--data", required=True)
+    make.add_argument("--lengths", type=int, nargs=2, default=(32, 128), metavar=("QUERY", "PASSAGE"), help="tokens of a text at most")
+    make.add_argument("--collection", help="passages of data that `contaccum prepare` or `mine` wrote")
     run.add_argument("--tokens", required=True)
     run.add_argument("--grid", required=True)
     run.add_argument("--processes", type=int, default=1)
@@ -509,7 +564,7 @@ def main() -> None:
         command.add_argument("--output", required=True)
     a = parser.parse_args()
     if a.command == "tokens":
-        write_tokens(a.data, a.model, a.output)
+        write_tokens(a.data, a.model, a.output, a.collection, a.lengths)
         return
     if a.until is None:  # not one of the processes that share a grid: claims that lie there are of a run that ended
         shutil.rmtree(f"{a.output}.claims", ignore_errors=True)

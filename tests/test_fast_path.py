@@ -41,32 +41,34 @@ def drift() -> ModuleType:
         ({"bank": 24}, {"bank_size": 24, "drift_correction": None}),
         ({"bank": 24, "mean": True}, {"bank_size": 24, "drift_correction": "mean"}),
         ({"bank": 24, "mean": True, "zero_sum": "running"}, {"bank_size": 24, "drift_correction": "mean+zero-sum"}),
+        ({"bank": 24, "past": False}, {"bank_size": 24, "past_encoder": False}),
     ],
 )
+@pytest.mark.parametrize("h", [0, 1, 2])
 def test_equals_micro_steps(
-    drift: ModuleType, fields: dict[str, Any], options: dict[str, Any], similarity: str, gradient_scale: str
+    drift: ModuleType, fields: dict[str, Any], options: dict[str, Any], similarity: str, gradient_scale: str, h: int
 ) -> None:
-    setting = drift.Setting("x", n=N, n_total=TOTAL, similarity=similarity, gradient_scale=gradient_scale, **fields)
+    setting = drift.Setting("x", n=N, n_total=TOTAL, similarity=similarity, gradient_scale=gradient_scale, hard_negatives=h, **fields)
     bank = drift.Bank(setting, WIDTH, "cpu")
     criterion = DualBankInfoNCE(scale=drift.SCALES[similarity], gradient_scale=gradient_scale, **options)
     criterion.bank.unit = similarity == "cosine"  # it gets vectors that are normalised already, as the fast path's are
     generator = torch.Generator().manual_seed(0)
     for number in range(UPDATES):
-        vectors = torch.randn(2, TOTAL, WIDTH, generator=generator) + number * 0.3
+        vectors = torch.randn(TOTAL, 2 + h, WIDTH, generator=generator) + number * 0.3
         if similarity == "cosine":
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
-        keys = torch.randint(40, (2, TOTAL), generator=generator)  # some texts twice
-        loss, grad_q, grad_p = bank.update(*vectors, *keys)
+        keys = torch.randint(40, (TOTAL, 2 + h), generator=generator)  # some texts twice
+        loss, grad_q, grad_p = bank.update(vectors[:, 0], vectors[:, 1:], keys[:, 0], keys[:, 1:])
         real = vectors.clone().requires_grad_()
         losses = []
         for i in range(0, TOTAL, N):
-            part = slice(i, i + N)
-            losses.append(criterion(real[0, part], real[1, part], None, keys[0, part], keys[1, part, None]))
+            part, of_keys = real[i : i + N], keys[i : i + N]
+            losses.append(criterion(part[:, 0], part[:, 1], part[:, 2:] if h else None, of_keys[:, 0], of_keys[:, 1:]))
         mean = torch.stack(losses).mean()
         mean.backward()
         criterion.after_update()
         torch.testing.assert_close(loss, mean.detach(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.stack([grad_q, grad_p]), real.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(torch.cat([grad_q[:, None], grad_p], 1), real.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_both_towers_gradients_are_centred_by_micro_step(drift: ModuleType) -> None:
@@ -208,6 +210,7 @@ def test_sogclr_of_one_visit_is_a_softmax_over_negatives(drift: ModuleType) -> N
         ({"rival": "xbm"}, "takes a bank"),
         ({"rival": "sogclr", "bank": 8}, "takes no bank"),
         ({"rival": "xbn", "bank": 8, "mean": True}, "without mean"),
+        ({"bank": 8, "past": False, "mean": True}, "past=False goes without mean"),
     ],
 )
 def test_rivals_that_make_no_sense(drift: ModuleType, fields: dict[str, Any], says: str) -> None:
