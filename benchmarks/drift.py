@@ -53,6 +53,7 @@ class Setting:
     past: bool = True  # False: the bank is emptied after every update
     mean: bool = False  # drift_correction="mean"
     zero_sum: str = ""  # of gradients: "running" (with the mean: "mean+zero-sum"), or within a micro-step: "passages" or "both" towers'
+    push_window: int = 16  # samples that the mean of zero_sum="running" is taken over
     gradient_scale: str = "in-batch"  # or "paper"
     rival: str = ""  # somebody else's method in place of the dual bank: one of `RIVALS`
     gamma: float = 0.9  # of "sogclr": the weight of what the micro-batch says; libauc's default
@@ -125,11 +126,11 @@ class Bank:
         return loss.detach(), grad_q.view_as(q), grad_p.view_as(p)
 
     def _without_push(self, gradients: Tensor) -> Tensor:
-        """(k, n * c, d) minus their mean over about an update, each micro-step's own included."""
-        n, total = self.setting.n, self.setting.n_total
-        before, found = self.count - total, []  # this update is counted already
+        """(k, n * c, d) minus their mean over about `push_window` samples, each micro-step's own included."""
+        n, window = self.setting.n, self.setting.push_window
+        before, found = self.count - self.setting.n_total, []  # this update is counted already
         for step, own in enumerate(gradients):
-            weight = n / (before + (step + 1) * n).clamp(max=total)
+            weight = n / (before + (step + 1) * n).clamp(max=max(n, window))
             self.push.lerp_(own.mean(0), weight)
             found.append(own - self.push)
         return torch.stack(found)

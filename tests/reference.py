@@ -93,7 +93,7 @@ class ReferenceInfoNCE:
         """With gradients on the passages (n, c, d) that lack their running mean. The current tuples are counted already."""
         (gradients,) = torch.autograd.grad(loss, passages, retain_graph=True)
         each = [gradient for of_tuple in gradients for gradient in of_tuple]
-        weight = min(1.0, len(passages) / min(len(self.recent), self.window))
+        weight = min(1.0, len(passages) / min(len(self.recent), 16))
         own = sum(each) / len(each)
         self.push = own if self.push is None else (1 - weight) * self.push + weight * own
         return loss - (passages * self.push).sum()

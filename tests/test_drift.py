@@ -26,16 +26,16 @@ def step(
 
 
 @pytest.mark.parametrize("h", [0, 2])
-def test_zero_sum_takes_their_mean_so_far_off_the_gradients_on_passages_and_nothing_else(h: int) -> None:
+def test_zero_sum_takes_their_running_mean_off_the_gradients_on_passages_and_nothing_else(h: int) -> None:
     plain, balanced = (DualBankInfoNCE(20, 0.3, drift_correction=correction) for correction in ("mean", "mean+zero-sum"))
-    seen = []
+    running = torch.zeros(D)
     for seed in range(6):
         (loss, on_queries, on_passages), found = (step(criterion, h=h, seed=seed) for criterion in (plain, balanced))
-        seen.append(on_passages)
+        running = running.lerp(on_passages.mean((0, 1)), 0.5 if seed else 1.0)  # of 16 samples; a micro-batch has 8
         assert torch.equal(found[0], loss)
         assert torch.equal(found[1], on_queries)
-        assert torch.allclose(found[2], on_passages - torch.cat(seen).mean((0, 1)), atol=1e-7)
-    assert torch.cat(seen).mean((0, 1)).norm() > 1e-3, "there was nothing to take off"
+        assert torch.allclose(found[2], on_passages - running, atol=1e-7)
+    assert running.norm() > 1e-3, "there was nothing to take off"
 
 
 def test_a_micro_batch_of_one_passage_keeps_most_of_its_gradient() -> None:
@@ -72,7 +72,7 @@ def test_passages_follow_the_queries_mean_unless_the_bank_is_read_with_the_prese
     assert torch.cosine_similarity(plain, moved, dim=0) > 0.8
     corrected = push(DualBankInfoNCE(256, 0.3, drift_correction="mean"), moved)
     assert corrected[0] < 0.3 * plain[0]
-    assert push(DualBankInfoNCE(256, 0.3, drift_correction="mean+zero-sum"), moved).norm() < 1e-4 * plain.norm()
+    assert push(DualBankInfoNCE(256, 0.3, drift_correction="mean+zero-sum"), moved).norm() < 0.1 * plain.norm()
 
 
 def test_nothing_balances_a_bank_of_passages_alone_but_zero_sum() -> None:

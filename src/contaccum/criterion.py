@@ -60,7 +60,7 @@ class DualBankInfoNCE(nn.Module):
             is the mean over all rows either way.
         drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time, which lets a
             bank help where weights move fast. "mean+zero-sum" also takes their running mean off the gradients on the passages, so that
-            nothing pushes all of them the same way: see `contaccum.drift`. The mean runs over about one update, because that of one small
+            nothing pushes all of them the same way: see `contaccum.drift`. The mean runs over 16 samples, because that of one small
             micro-step is noise. Both cost O(bank_size^2) per micro-step: for banks of up to several thousand. None: the paper's way,
             vectors as they were stored. "auto": "mean+zero-sum" where the bank holds vectors of older weights, else None
             (`past_encoder=False` or no bank). The attribute shows which.

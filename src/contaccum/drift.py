@@ -13,8 +13,9 @@ same way the queries' mean follows the passages': each feeds the other, and the 
 means takes the cause away ("mean"). What is left of the common push is taken off the gradients on the passages ("mean+zero-sum"): over a
 whole batch these sum to zero, so nothing is lost. Those on the queries do not, and are left alone: their sum is a signal.
 
-The common push is a running mean of these gradients over about one update. A small micro-step's own mean would be mostly noise, and that
-of one passage its whole gradient. A micro-step as large as an update loses its own mean: its gradients sum to zero.
+The common push is a running mean of these gradients over about 16 samples. The own mean of a smaller micro-step would be mostly noise, and
+that of a single passage its whole gradient; a mean over a whole update lags where weights move fast. A micro-step of 16 samples or more
+loses its own mean: its gradients sum to zero.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from contaccum.table import LazyBuffers, write_ring
 CORRECTIONS = ("auto", "mean+zero-sum", "mean")
 DEFAULT_WINDOW = 128  # samples, until the first update has ended
 MAX_WINDOW = 1024
+PUSH_WINDOW = 16  # samples that the mean of the passages' gradients is taken over, or a micro-batch where that is larger
 _COUNTERS = ("window", "largest_update", "count", "samples_in_update")
 
 
@@ -118,12 +120,12 @@ class RunningMeans(LazyBuffers):
     def balance(self, gradients: Tensor) -> None:
         """Take their running mean, these included, off a micro-batch's gradients on passages (n, c, d), in place.
 
-        At first it is the mean of all so far, later one that forgets: n samples weigh n / `window`. It is kept when the micro-batch is
-        added. Gradients that are not finite stay as they are and leave no trace in it.
+        At first it is the mean of all so far, later one that forgets: n samples weigh n / `PUSH_WINDOW`. It is kept when the micro-batch
+        is added. Gradients that are not finite stay as they are and leave no trace in it.
         """
         n, own = len(gradients), gradients.mean((0, 1))
         before = torch.zeros_like(own) if self._common is None else self._common
-        weight = min(1.0, n / min(self.count + n, self.window))
+        weight = min(1.0, n / min(self.count + n, PUSH_WINDOW))
         finite = own.isfinite().all()  # stays on the device: nobody waits for it
         self._next_common = torch.where(finite, before.lerp(own, weight), before)
         gradients.sub_(self._next_common * finite)
