@@ -2,7 +2,10 @@
 
 python benchmarks/lr_grid.py acl-l3.jsonl deb-l3.jsonl deb-l6.jsonl --json results/lr-grid-h200.json --folder docs
 
-A file is named SET-ENCODER[-PART].jsonl. `--earlier` adds the rows of a table that this script wrote before.
+A file is named SET-ENCODER[-PART].jsonl, `_` for a hyphen in SET; grids.py lists what was run. `--earlier` adds the rows of a table
+that this script wrote before.
+"contaccum" is the default. In "push over 128" and "push over the micro-batch" the mean of the passages' gradients is over so many samples;
+the default's is over 16, or the micro-batch where that is larger.
 """
 
 from __future__ import annotations
@@ -16,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+OURS = ("contaccum", "push over the micro-batch", "push over 128")
 SHOWN = {
-    "ours": "contaccum, n = 8",
-    "dpr-128": "GradCache",
+    "contaccum": "contaccum, n = 8",
+    "gradcache": "GradCache",
     "gradaccum": "gradient accumulation, n = 8",
     "paper": "the paper's bank, n = 8",
 }
-
-
 NAMES = ("data", "encoder", "towers", "similarity", "lr", "method", "n")
 
 
@@ -33,7 +35,7 @@ def rows_of(files: Sequence[Path], earlier: Sequence[Row] = ()) -> list[Row]:
     for row in earlier:
         found[tuple(row[name] for name in NAMES)] += zip(row["seeds"], row["MRR"], strict=True)
     for file in files:
-        dataset, encoder = file.stem.split("-")[:2]
+        dataset, encoder = (part.replace("_", "-") for part in file.stem.split("-")[:2])
         for run in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
             s = run["setting"]
             towers = f"{'one tower' if s['tied'] else 'two towers'}, {s['pooling']}"
@@ -45,18 +47,32 @@ def rows_of(files: Sequence[Path], earlier: Sequence[Row] = ()) -> list[Row]:
 
 
 def differences(rows: Sequence[Row]) -> list[Row]:
-    """Ours with n = 8 less GradCache, by cell, over the seeds that both have."""
+    """Ours with n = 8 less GradCache, by cell and window, over the seeds that both have."""
     shared = ("data", "encoder", "towers", "similarity", "lr")
     cells: dict[tuple[Any, ...], dict[str, dict[int, float]]] = defaultdict(dict)
     for row in rows:
-        if row["method"] == "dpr-128" or (row["method"] == "ours" and row["n"] == 8):
+        if row["method"] == "gradcache" or (row["method"] in OURS and row["n"] == 8):
             cells[tuple(row[name] for name in shared)][row["method"]] = dict(zip(row["seeds"], row["MRR"], strict=True))
     found = []
     for key, by in cells.items():
-        if len(by) == 2:
-            values = [round(by["ours"][seed] - by["dpr-128"][seed], 2) for seed in sorted(by["ours"].keys() & by["dpr-128"].keys())]
-            found.append({**dict(zip(shared, key, strict=True)), "over_gradcache": values, "mean": round(statistics.fmean(values), 2)})
+        theirs = by.pop("gradcache", {})
+        for method, ours in by.items():
+            values = [round(ours[seed] - theirs[seed], 2) for seed in sorted(ours.keys() & theirs.keys())]
+            if values:
+                cell = dict(zip(shared, key, strict=True))
+                found.append({**cell, "method": method, "over_gradcache": values, "mean": round(statistics.fmean(values), 2)})
     return found
+
+
+def as_default(rows: Sequence[Row]) -> list[Row]:
+    """With the worse of the two windows around the default's as "contaccum", n = 8, where the default itself was not run."""
+    cells: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        if row["method"] in OURS and row["n"] == 8:
+            cells[tuple(row[name] for name in NAMES if name != "method")][row["method"]] = row
+    missing = [by for by in cells.values() if "contaccum" not in by]
+    worse = [min(by.values(), key=lambda row: statistics.fmean(row["MRR"])) for by in missing]
+    return [*rows, *({**row, "method": "contaccum"} for row in worse)]
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
@@ -65,18 +81,18 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
 
     from contaccum.report.svg import save
 
-    kept = [row for row in rows if row["towers"] == "one tower, mean" and row["method"] in SHOWN and (row["n"] == 8 or row["n"] == 128)]
+    kept = [row for row in as_default(rows) if row["towers"] == "one tower, mean" and row["method"] in SHOWN and row["n"] in (8, 128)]
     panels = sorted({(row["data"], row["encoder"], row["similarity"]) for row in kept})
-    figure, axes = plt.subplots(2, (len(panels) + 1) // 2, figsize=(10, 6), squeeze=False)
+    figure, axes = plt.subplots(2, (len(panels) + 1) // 2, figsize=(12, 6), squeeze=False)
     for axis, panel in zip(axes.T.flatten(), panels, strict=False):
-        for name, label in SHOWN.items():
+        for colour, (name, label) in enumerate(SHOWN.items()):
             points = sorted(
                 (row["lr"], statistics.fmean(row["MRR"]))
                 for row in kept
                 if (row["data"], row["encoder"], row["similarity"]) == panel and row["method"] == name
             )
             if points:
-                axis.plot(*zip(*points, strict=True), marker="o", label=label)
+                axis.plot(*zip(*points, strict=True), marker="o", color=f"C{colour}", label=label)
         axis.set(title=f"{panel[0]}, MiniLM-{panel[1].upper()}, {panel[2]}", xscale="log", xlabel="learning rate", ylabel="MRR")
         axis.set_xticks([2e-5, 5e-5, 1e-4, 2e-4], ["2e-5", "5e-5", "1e-4", "2e-4"])
         axis.set_xticks([], minor=True)
@@ -101,10 +117,15 @@ def main() -> None:
     command = "benchmarks/drift.py run --tokens SET.npz --model ENCODER --grid grid.jsonl"  # the grid is what `rows` lists
     where = {name: value for name, value in first.items() if name != "seed"} | {"command": command, "commit": args.commit}
     if args.earlier:
-        where["earlier"] = before["provenance"]
-    told = {"provenance": where, "over_gradcache": differences(rows), "rows": rows}
-    args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        where["earlier commits"] = before["provenance"]["commit"]
+    parts = {"provenance": where, "over_gradcache": differences(rows), "rows": rows}
+    args.json.write_text("{" + ",\n".join(f"{json.dumps(name)}: {_listed(part)}" for name, part in parts.items()) + "}\n", encoding="utf-8")
     draw(rows, args.folder)
+
+
+def _listed(part: Any) -> str:
+    """JSON with a row a line."""
+    return json.dumps(part, indent=1) if isinstance(part, dict) else "[\n" + ",\n".join(map(json.dumps, part)) + "\n]"
 
 
 if __name__ == "__main__":

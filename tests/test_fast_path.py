@@ -22,8 +22,8 @@ PAIRS = 40
 
 @pytest.fixture(scope="module")
 def drift() -> ModuleType:
-    file = Path(__file__).parents[1] / "benchmarks" / "drift.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_drift", file)
+    file = Path(__file__).parents[1] / "benchmarks" / "fast_path.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_fast_path", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
