@@ -1,7 +1,7 @@
 """Results of benchmarks/drift.py: means over seeds, paired tests over queries, and the figures of docs/drift.md.
 
 python benchmarks/drift_summary.py results.jsonl --json results/drift-test-h200.json
-python benchmarks/drift_summary.py --draw results/drift-test-h200.json results/drift-dev-h200.json --folder docs
+python benchmarks/drift_summary.py --draw results/drift-test-h200.json --folder docs
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.report.plots import Bar, bars, lines
-from contaccum.report.series import Series
+from contaccum.report.plots import Bar, bars
 from contaccum.report.svg import save
 from contaccum.retrieval.compare import paired_comparison
 
@@ -29,12 +28,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--draw", type=Path, nargs=2, metavar=("TEST", "DEV"))
+    parser.add_argument("--draw", type=Path, metavar="TEST")
     parser.add_argument("--folder", type=Path, default=Path("docs"))
     args = parser.parse_args()
     if args.draw:
-        test, dev = (json.loads(file.read_text(encoding="utf-8")) for file in args.draw)
-        draw(test["methods"], dev["rows"], args.folder)
+        draw(json.loads(args.draw.read_text(encoding="utf-8"))["methods"], args.folder)
         return
     if args.results is None:
         parser.error("give a results file, or --draw")
@@ -96,47 +94,17 @@ def _reciprocal(runs: Sequence[Row]) -> dict[str, float]:
     return {str(query): 100 * statistics.fmean(1 / rank for rank in ranks) for query, ranks in enumerate(columns)}
 
 
-def draw(test: Sequence[Row], dev: Sequence[Row], folder: Path) -> None:
+def draw(test: Sequence[Row], folder: Path) -> None:
     for similarity in ("cosine", "dot"):
         rows = [row for row in test if row["similarity"] == similarity and row["epochs"] == 3 and row["n"] in (8, 128, 1024)]
         drawn = [Bar(slot, _title(row), row["mean"], row["deviation"]) for slot, row in enumerate(rows)]
         save(bars(drawn, f"MRR, {similarity}, 3 epochs", lambda value: f"{value:.1f}"), folder, f"drift-test-{similarity}")
-    for similarity in ("cosine", "dot"):
-        rows = [row for row in dev if row["similarity"] == similarity and row["epochs"] == 1 and row["bank"] in (0, 1024)]
-        figure = lines(_by(rows, "lr", ("dpr-128", "paper", "mean", "mean+zero-sum")), "learning rate", "MRR (dev), 1 epoch")
-        _logarithmic(figure)
-        save(figure, folder, f"drift-lr-{similarity}")
 
 
 def _title(row: Row) -> str:
     names = {"ours": "contaccum, n = 8", "paper": "contaccum of the paper, n = 8", "gradaccum": "gradaccum, n = 8"}
     names |= {"dpr-128": "batch of 128 (GradCache)", "dpr-1024": "batch of 1,024"}
     return names[row["method"]]
-
-
-def _by(rows: Sequence[Row], x: str, names: Sequence[str]) -> list[Series]:
-    found = []
-    for slot, name in enumerate(names):
-        points: dict[float, list[float]] = defaultdict(list)
-        for row in rows:
-            if row["method"] == name:
-                points[row[x]].append(row["MRR"])
-        if points:
-            places = sorted(points)
-            values = [points[place] for place in places]
-            found.append(Series(slot, name, places, list(map(statistics.fmean, values)), list(map(min, values)), list(map(max, values))))
-    return found
-
-
-def _logarithmic(figure: Any) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
-
-    axis = figure.axes[0].xaxis
-    figure.axes[0].set_xscale("log")
-    axis.set_major_locator(FixedLocator([5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3]))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    figure.axes[0].tick_params(axis="x", labelrotation=30)
 
 
 if __name__ == "__main__":
