@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from contaccum import DualBankInfoNCE, naive_dual_bank_infonce
-from contaccum.infonce import Columns, Rows
-from contaccum.provenance import provenance
+from contaccum.common.provenance import provenance
+from contaccum.core.infonce import Columns, Rows
 from contaccum.report.plots import lines
 from contaccum.report.series import Series
 from contaccum.report.svg import save

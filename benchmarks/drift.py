@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contaccum.provenance import provenance
+from contaccum.common.provenance import provenance
 
 SCALES = {"cosine": 20.0, "dot": 1.0}
 CLIP, EPS = 2.0, 1e-8
@@ -430,8 +430,9 @@ def write_tokens(data: str, model: str, output: str) -> None:
     """A BEIR folder with splits train, dev and test as the arrays that `Tokens` reads."""
     from transformers import AutoTokenizer
 
-    from contaccum.data.beir import read_qrels
-    from contaccum.retrieval.texts import encoded_texts, qrels_file, read_queries
+    from contaccum.data.readers.beir import qrels_file, read_qrels
+    from contaccum.data.readers.collections import encoded_texts
+    from contaccum.data.readers.queries import read_queries
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     splits = {split: read_qrels(qrels_file(Path(data), split)) for split in ("train", "dev", "test")}

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from contaccum.provenance import provenance
+from contaccum.common.provenance import provenance
 from contaccum.retrieval.shards import ShardEntry, Vectors, write_json, write_shard
 
 SEED = 0
@@ -148,10 +148,10 @@ def matrix_peak(device: str, dim: int) -> float:
 
 
 def encode(args: argparse.Namespace) -> dict[str, Any]:
+    from contaccum.data.readers.collections import encoded_texts
     from contaccum.retrieval.batches import ahead
     from contaccum.retrieval.encode import WINDOW, make_encoder, stored
     from contaccum.retrieval.model import load_model
-    from contaccum.retrieval.texts import encoded_texts
 
     if args.model is None or args.texts is None:
         raise SystemExit("give --model and --texts")

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from contaccum.bench import SIZES, WAYS, Case, Workload, measure_cases
 from contaccum.cli.base import show_table
 from contaccum.cli.bench import table
-from contaccum.provenance import provenance
+from contaccum.common.provenance import provenance
+from contaccum.experiments.bench import Case, measure_cases
+from contaccum.experiments.workloads import SIZES, WAYS, Workload
 from contaccum.report.plots import lines
 from contaccum.report.series import Series
 from contaccum.report.svg import save

@@ -135,5 +135,5 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are recorded and replayed by a stand-in, without a GPU."""
     from replayed import ReplayedByHand
 
-    monkeypatch.setattr("contaccum.graphs.Recording", ReplayedByHand)
-    monkeypatch.setattr("contaccum.graphs.can_record", lambda inputs: True)
+    monkeypatch.setattr("contaccum.towers.cuda_graphs.Recording", ReplayedByHand)
+    monkeypatch.setattr("contaccum.towers.cuda_graphs.can_record", lambda inputs: True)

@@ -10,9 +10,9 @@ import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 
 from contaccum import ContAccumTrainer, dual_encoder
-from contaccum.data.training import load_training_set, negative_columns, with_hard_negatives
-from contaccum.methods import METHODS, build_loss, cut
-from contaccum.speed import unpad_towers
+from contaccum.data.training_set import load_training_set, negative_columns, with_hard_negatives
+from contaccum.methods.table import METHODS, build_loss, cut
+from contaccum.towers.speed import unpad_towers
 
 
 def main(model_folder: str, data: str, output: str) -> None:

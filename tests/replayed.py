@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contaccum.graphs import GraphedStack
-from contaccum.recording import Lane, Recording
-from contaccum.speed import encoders, stacks
+from contaccum.towers.cuda_graphs import GraphedStack
+from contaccum.towers.recording import Lane, Recording
+from contaccum.towers.speed import encoders, stacks
 
 
 def graphed(model: nn.Module) -> list[GraphedStack]:

@@ -70,6 +70,6 @@ def test_a_first_micro_batch_that_ran_out_of_memory_leaves_a_bank_that_works(cor
     all_failed = list(failures(criterion, lambda c: losses_and_gradients(c, range(1))))
     assert len(all_failed) > 20
     for failed in all_failed:
-        failed.bank._arrivals = None  # what a pass that failed later had left for it
+        failed.bank.arrivals = None  # what a pass that failed later had left for it
         found = losses_and_gradients(failed, range(3))
         assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))

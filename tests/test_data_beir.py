@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from contaccum.data import beir
 from contaccum.data.prepare import prepare
-from contaccum.data.training import load_training_set
+from contaccum.data.readers import beir
+from contaccum.data.training_set import load_training_set
 from data_files import assert_refused, beir_folder, out_folder, shared
 
 out = pytest.fixture(out_folder)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from contaccum.common.errors import DataError
 from contaccum.data import download
 from contaccum.data.prepare import prepare
-from contaccum.data.training import load_training_set
-from contaccum.errors import DataError
+from contaccum.data.training_set import load_training_set
 from data_files import beir_folder, dpr_record, out_folder
 
 out = pytest.fixture(out_folder)

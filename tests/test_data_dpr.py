@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contaccum.data import dpr, json_array
-from contaccum.data.ids import BITMAP_IDS, SeenIds
+from contaccum.common.errors import DataError
 from contaccum.data.prepare import prepare
-from contaccum.data.training import load_training_set
-from contaccum.errors import DataError
+from contaccum.data.readers import dpr, json_array
+from contaccum.data.readers.ids import BITMAP_IDS, SeenIds
+from contaccum.data.training_set import load_training_set
 from data_files import assert_refused, dpr_record, out_folder, shared, write
 
 BARE = '{"question": "q", "positive_ctxs": []}'

@@ -15,13 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from contaccum.data import beir, dpr, files, json_array, pairs
-from contaccum.data.files import read_jsonl
+from contaccum.common.errors import DataError
 from contaccum.data.prepare import prepare
-from contaccum.data.rows import Tally
-from contaccum.data.scores import read_scores
-from contaccum.data.training import load_training_set
-from contaccum.errors import DataError
+from contaccum.data.readers import beir, dpr, files, json_array
+from contaccum.data.readers import csv_jsonl_parquet as pairs
+from contaccum.data.readers.files import read_jsonl
+from contaccum.data.readers.rows import Tally
+from contaccum.data.readers.scores import read_scores
+from contaccum.data.training_set import load_training_set
 from data_files import SCORES, as_csv, dpr_record, jsonl, out_folder, passage, write, write_pairs
 
 out = pytest.fixture(out_folder)

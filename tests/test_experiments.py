@@ -21,7 +21,7 @@ from contaccum.experiments.figures import mass_per_passage
 from contaccum.experiments.grid import SCALES
 from contaccum.experiments.runner import EXPERIMENTS, Request, planned, reproduce
 from contaccum.experiments.tables import markdown, table_of
-from contaccum.methods import METHODS
+from contaccum.methods.table import METHODS
 
 SHARED = Path(__file__).parents[2] / "shared"
 

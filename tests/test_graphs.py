@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from conftest import assert_close, tiny_config
 from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
-from contaccum.config import TrainConfig
-from contaccum.graphs import (
+from contaccum.methods.config import TrainConfig
+from contaccum.towers.cuda_graphs import (
     LANES,
     MULTIPLE,
     check_graphs,
@@ -24,8 +24,8 @@ from contaccum.graphs import (
     graph_towers,
     ungraph_towers,
 )
-from contaccum.speed import encoders
-from contaccum.train import train
+from contaccum.towers.speed import encoders
+from contaccum.training.run import train
 from replayed import graphed
 from test_speed import CONFIGS, columns, step
 from test_train import options
@@ -238,10 +238,10 @@ def test_recordings_are_forgotten_when_micro_batches_are_halved(jsonl, model_fol
             raise torch.OutOfMemoryError("CUDA out of memory")
         return criterion(self, *arguments, **options)
 
-    monkeypatch.setattr("contaccum.train.check_graphs", lambda *_: None)
-    monkeypatch.setattr("contaccum.train.planned", lambda config, *_: replace(config, n_local=8))
-    monkeypatch.setattr("contaccum.train.graph_towers", graphed_and_kept)
-    monkeypatch.setattr("contaccum.halving.forget_recordings", forget)
+    monkeypatch.setattr("contaccum.training.run.check_graphs", lambda *_: None)
+    monkeypatch.setattr("contaccum.training.run.planned", lambda config, *_: replace(config, n_local=8))
+    monkeypatch.setattr("contaccum.training.run.graph_towers", graphed_and_kept)
+    monkeypatch.setattr("contaccum.memory.halving.forget_recordings", forget)
     monkeypatch.setattr(ContAccumLoss, "compute_loss_from_embeddings", fails_once)
     changes = {"epochs": 1, "cuda_graphs": True, "n_local": 0, "n_total": 16, "bank": 16, "memory": "100MB"}
     summary = train(TrainConfig(**options(jsonl(64), model_folder, tmp_path / "run", **changes)))

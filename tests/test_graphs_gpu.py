@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import BertConfig
 
 from conftest import assert_close, tiny_config
-from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder, graphs
-from contaccum.config import TrainConfig
-from contaccum.graphs import MULTIPLE, graph_towers
-from contaccum.speed import compile_towers
+from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
+from contaccum.methods.config import TrainConfig
+from contaccum.towers import cuda_graphs as graphs
+from contaccum.towers.cuda_graphs import MULTIPLE, graph_towers
+from contaccum.towers.speed import compile_towers
 from replayed import graphed
 from test_speed import PRECISIONS, columns, does_not_wait, error_of, needs_compiler, step
 from test_speed_training import resumes_bit_equal

@@ -16,15 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import BertConfig
 
 from conftest import assert_close
-from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, drift, dual_encoder
-from contaccum.budget import limit_memory
-from contaccum.diagnostics import Diagnostics
-from contaccum.graphs import graph_towers
-from contaccum.halving import HalvingTrainer, gradients_apart, rows_of, split
-from contaccum.logfile import read_log
-from contaccum.plan.measure import write_model, write_texts
-from contaccum.runlog import RunLog
-from contaccum.table import LogSumTable
+from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, dual_encoder
+from contaccum.core import drift
+from contaccum.core.table import LogSumTable
+from contaccum.memory.halving import HalvingTrainer, gradients_apart, rows_of, split
+from contaccum.memory.limit import limit_memory
+from contaccum.towers.cuda_graphs import graph_towers
+from contaccum.training.diagnostics import Diagnostics
+from contaccum.training.logfile import read_log
+from contaccum.training.runlog import RunLog
+from contaccum.training.trial import write_model, write_texts
 from replayed import graphed
 from test_trainer import arguments, dataset, state_of, trained
 

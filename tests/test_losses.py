@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conftest import assert_close, texts
 from contaccum import CachedContAccumLoss, ContAccumLoss
-from contaccum.losses import token_keys
+from contaccum.adapters.text_keys import token_keys
 from reference import ReferenceInfoNCE
 
 

@@ -13,7 +13,7 @@ from scipy import stats
 pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
 from contaccum.cli import app
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 from contaccum.retrieval import evaluate
 from contaccum.retrieval.compare import paired_comparison
 from contaccum.retrieval.metrics import judged_metrics

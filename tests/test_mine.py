@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from contaccum.cli import app, main
+from contaccum.common.errors import DataError
+from contaccum.data.answers import has_answer
 from contaccum.data.bm25 import Bm25
 from contaccum.data.mine import mine, read_texts
-from contaccum.data.training import as_table, load_training_set
-from contaccum.errors import DataError
-from contaccum.retrieval.answers import has_answer
+from contaccum.data.training_set import as_table, load_training_set
 from mining import CAPITALS, prepared_files
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -194,8 +194,8 @@ def test_squad_wiki(tmp_path: Path) -> None:
     folder = SHARED / "data" / "squad-wiki"
     if not folder.exists():
         pytest.skip(f"{folder} is missing: put the squad-wiki files there")
-    from contaccum.data.dpr import training_rows
-    from contaccum.data.rows import Tally
+    from contaccum.data.readers.dpr import training_rows
+    from contaccum.data.readers.rows import Tally
 
     rows = list(training_rows(folder / "biencoder-squad-train.json.xz", Tally()))
     as_table({name: [row[name] for row in rows] for name in rows[0]}).save_to_disk(str(tmp_path / "squad"))

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import texts
+from contaccum.common.errors import DataError
+from contaccum.data.answers import has_answer
 from contaccum.data.bm25 import Bm25
 from contaccum.data.negatives import Chooser, mine_bm25
 from contaccum.data.negatives import given as given_negatives
-from contaccum.errors import DataError
-from contaccum.retrieval.answers import has_answer
 from mining import CAPITALS, passages, training_set
 
 # BM25

@@ -10,11 +10,11 @@ from datasets import Dataset
 
 import contaccum.data.negatives as negatives_module
 from conftest import WORDS, texts, tiny_config
+from contaccum.common.errors import DataError
+from contaccum.data.answers import has_answer
 from contaccum.data.mine import mine
 from contaccum.data.negatives import denoise, mine_dense
-from contaccum.data.training import load_training_set
-from contaccum.errors import DataError
-from contaccum.retrieval.answers import has_answer
+from contaccum.data.training_set import load_training_set
 from mining import passages, prepared_files, training_set
 
 prepared = pytest.fixture(prepared_files)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from contaccum.data.beir import read_pairs, read_qrels, read_texts
+from contaccum.common.errors import DataError
 from contaccum.data.harvest import Pair, harvest, write_beir
-from contaccum.errors import DataError
-from contaccum.quickstart import METHODS, Settings, free_folder, quickstart, run_folder
-from contaccum.scratch import write_encoder
+from contaccum.data.readers.beir import read_pairs, read_qrels, read_texts
+from contaccum.experiments.quickstart import METHODS, Settings, free_folder, quickstart, run_folder
+from contaccum.towers.small_encoder import write_encoder
 
 MODULE = '''
 def add(a, b):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from conftest import assert_close
-from contaccum import CachedContAccumLoss, graphs
-from contaccum.graphs import graph_towers
-from contaccum.halving import gradients_apart
-from contaccum.recording import Gradients, Lane
-from contaccum.speed import encoders
+from contaccum import CachedContAccumLoss
+from contaccum.memory.halving import gradients_apart
+from contaccum.towers import cuda_graphs as graphs
+from contaccum.towers.cuda_graphs import graph_towers
+from contaccum.towers.recording import Gradients, Lane
+from contaccum.towers.speed import encoders
 from replayed import ReplayedByHand, graphed
 from test_speed import columns, step
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs contaccum[report]")
 pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 from contaccum.report.queries import choose, query_browser
 from contaccum.retrieval.evaluate import evaluate
 from report_runs import QUERIES, make_data, make_run, rank_and_judge, summary_of, two_methods, write_lines

@@ -16,11 +16,11 @@ import torch
 
 from conftest import texts
 from contaccum.cli import app
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.queries import read_queries
 from contaccum.retrieval import encode
 from contaccum.retrieval.batches import by_budget
 from contaccum.retrieval.shards import Vectors
-from contaccum.retrieval.texts import read_queries
 from contaccum.retrieval.tokens import DirectReader, direct_reader
 
 
@@ -331,7 +331,7 @@ def test_queries_are_read_from_every_format(tmp_path: Path) -> None:
 def test_queries_of_a_prepared_set_are_each_asked_once(tmp_path: Path) -> None:
     from datasets import DatasetDict
 
-    from contaccum.data.training import as_table
+    from contaccum.data.training_set import as_table
 
     table = as_table({"query": ["a", "a", "b"], "positive": ["x", "y", "z"], "answers": [["1"], ["1"], ["2"]]})
     DatasetDict({"test": table}).save_to_disk(str(tmp_path / "set"))

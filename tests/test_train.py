@@ -19,12 +19,12 @@ import yaml
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from contaccum.config import TrainConfig, load_config, with_bank
-from contaccum.data.training import load_training_set, with_hard_negatives
-from contaccum.logfile import read_log
-from contaccum.methods import METHODS, cut
-from contaccum.sizes import parse_bytes
-from contaccum.train import train
+from contaccum.common.sizes import parse_bytes
+from contaccum.data.training_set import load_training_set, with_hard_negatives
+from contaccum.methods.config import TrainConfig, load_config, with_bank
+from contaccum.methods.table import METHODS, cut
+from contaccum.training.logfile import read_log
+from contaccum.training.run import train
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -306,7 +306,7 @@ def test_full_disk_while_saving_loses_nothing(jsonl, model_folder, tmp_path) -> 
     """A limit on file sizes stands for the full disk: the second checkpoint cannot be written, the first remains and is resumed."""
     arguments = options(jsonl(64), model_folder, tmp_path / "run", epochs=3, keep_checkpoints=1)
     script = (
-        "import resource, contaccum.trainer as t, contaccum.cli\n"
+        "import resource, contaccum.adapters.trainer as t, contaccum.cli\n"
         "save = t.ContAccumTrainer._save_checkpoint\n"
         "def full(self, *args):\n"
         "    if self.state.global_step == 8: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"

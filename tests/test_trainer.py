@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conftest import assert_close, rows
 from contaccum import CachedContAccumLoss, ContAccumCallback, ContAccumLoss, ContAccumTrainer
-from contaccum.trainer import bank_losses
+from contaccum.adapters.trainer import bank_losses
 
 ROUTES = {"query": "query", "positive": "document"}
 

@@ -10,7 +10,7 @@ import typer
 
 from contaccum.cli import bench, data, plan, report, reproduce, retrieval, training
 from contaccum.cli.base import app
-from contaccum.errors import CheckpointError
+from contaccum.common.errors import CheckpointError
 
 __all__ = ["app", "bench", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
 

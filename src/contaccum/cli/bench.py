@@ -41,11 +41,12 @@ def bench(
 
     Example: contaccum bench --model minilm-l3 --n-total 64 --passage-tokens 64 --rounds 1
     """
-    from contaccum.bench import WAYS, Workload, measure
-    from contaccum.budget import limit_memory
-    from contaccum.outputs import check_file
-    from contaccum.provenance import provenance
-    from contaccum.sizes import parse_bytes
+    from contaccum.common.outputs import check_file
+    from contaccum.common.provenance import provenance
+    from contaccum.common.sizes import parse_bytes
+    from contaccum.experiments.bench import measure
+    from contaccum.experiments.workloads import WAYS, Workload
+    from contaccum.memory.limit import limit_memory
 
     check_file(output)
     if memory is not None and (cannot := limit_memory(parse_bytes(memory))):

@@ -58,9 +58,9 @@ def prepare(
     """
     from contaccum.data.download import download as fetch_files
     from contaccum.data.download import files_of
-    from contaccum.data.pairs import Columns
     from contaccum.data.prepare import prepare as run_prepare
     from contaccum.data.prepare import require_free
+    from contaccum.data.readers.csv_jsonl_parquet import Columns
 
     require_free(output)
     if download:

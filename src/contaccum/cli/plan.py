@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from contaccum.cli.base import app
-from contaccum.config import TrainConfig, load_config, with_bank
+from contaccum.methods.config import TrainConfig, load_config, with_bank
 
 if TYPE_CHECKING:
-    from contaccum.plan import Plan
+    from contaccum.memory.planner import Plan
 
 
 @app.command("plan")
@@ -52,8 +52,11 @@ def plan(
 
     Example: contaccum plan --model runs/first/model --memory 24GB --n-total 512 --seq 512 --precision bf16
     """
-    from contaccum.plan import plan as run_plan
-    from contaccum.plan.towers import longest
+    import torch
+
+    from contaccum.memory.plan import plan as run_plan
+    from contaccum.memory.prediction.towers import longest
+    from contaccum.training.trial import try_in_process
 
     asked = {
         "model": model,
@@ -75,13 +78,14 @@ def plan(
         "tied": tied,
     }
     say = partial(print, file=sys.stderr, flush=True)
-    found = run_plan(load_config(None, asked), query_seq, n_local=n_local, verify=verify, say=say)
+    try_out = try_in_process if verify and torch.cuda.is_available() else None
+    found = run_plan(load_config(None, asked), query_seq, n_local=n_local, try_out=try_out, say=say)
     print(json.dumps(found.as_dict()) if json_ else text(found))
 
 
 def text(plan: Plan) -> str:
     """For people."""
-    from contaccum.plan import MARGIN, gigabytes
+    from contaccum.memory.planner import MARGIN, gigabytes
 
     config, prediction = plan.config, plan.prediction
     checkpointing = "gradient checkpointing" if config.gradient_checkpointing else "no gradient checkpointing"
@@ -129,7 +133,7 @@ def _command(config: TrainConfig) -> str:
 
 
 def _speed(plan: Plan) -> str:
-    from contaccum.plan import gigabytes, way
+    from contaccum.memory.planner import gigabytes, way
 
     if plan.measured is None:
         return "speed is not predicted; the peak has not been measured here"

@@ -64,7 +64,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
     """NAME=VALUE pairs, checked and typed as fields of a training configuration."""
     import yaml
 
-    from contaccum.config import load_config
+    from contaccum.methods.config import load_config
 
     pairs = [word.partition("=") for word in words]
     if wrong := [word for word, (_, equals, _) in zip(words, pairs, strict=True) if not equals]:

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 
 DPR = "https://dl.fbaipublicfiles.com/dpr"
 HARD_NEGATIVES = "https://huggingface.co/datasets/sentence-transformers/msmarco-hard-negatives/resolve/main"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 
 MIN_WORDS, MAX_WORDS = 3, 40  # of a query
 MIN_LINES = 2  # of a function's body

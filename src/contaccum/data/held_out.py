@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.rows import Row, Tally
+from contaccum.data.readers.rows import Row, Tally
 
 Rows = Callable[[Tally], Iterator[Row]]
 

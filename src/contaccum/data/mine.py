@@ -18,15 +18,15 @@ from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
 from tqdm import tqdm
 
-from contaccum.data.beir import find_qrels, is_beir, read_collection
-from contaccum.data.dpr import read_passages
-from contaccum.data.files import bare_suffix, passage_text, read_jsonl, text_field
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_output
+from contaccum.common.provenance import provenance
+from contaccum.data.answers import check_match
 from contaccum.data.negatives import check_floats, check_numbers, denoise, given, load_cross_encoder, load_model, mine_bm25, mine_dense
-from contaccum.data.training import FEATURES, load_training_set, quiet_datasets
-from contaccum.errors import DataError
-from contaccum.outputs import check_output
-from contaccum.provenance import provenance
-from contaccum.retrieval.answers import check_match
+from contaccum.data.readers.beir import find_qrels, is_beir, read_collection
+from contaccum.data.readers.dpr import read_passages
+from contaccum.data.readers.files import bare_suffix, passage_text, read_jsonl, text_field
+from contaccum.data.training_set import FEATURES, load_training_set, quiet_datasets
 
 METHODS = ("bm25", "dense", "given")
 PASSAGES = Features({"text": Value("string")})

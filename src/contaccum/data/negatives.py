@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from tqdm import tqdm
 
-from contaccum.errors import DataError
-from contaccum.retrieval.answers import AnswerMatcher, searchable
+from contaccum.common.errors import DataError
+from contaccum.data.answers import AnswerMatcher, searchable
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -86,7 +86,7 @@ def mine_bm25(
     Args:
         dataset: a training set, as `load_training_set` gives it.
         passages: a table with a column "text".
-        match: how answers are compared, "string" or "regex" (see `contaccum.retrieval.answers`).
+        match: how answers are compared, "string" or "regex" (see `contaccum.data.answers`).
         stopwords: words that are not indexed, as a language of bm25s ("en"), or None.
 
     Memory: about 25 bytes per indexed word of the collection while the index is built and 8 after that, besides the training set's

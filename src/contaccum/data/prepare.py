@@ -13,15 +13,15 @@ from typing import Any
 import datasets
 from tqdm import tqdm
 
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_output
 from contaccum.data.held_out import check_hold_out, write_judged
 from contaccum.data.held_out import hold_out as hold_back
-from contaccum.data.msmarco import MARGIN, SYSTEMS
-from contaccum.data.pairs import Columns
-from contaccum.data.rows import Row, Tally
+from contaccum.data.readers.csv_jsonl_parquet import Columns
+from contaccum.data.readers.msmarco import MARGIN, SYSTEMS
+from contaccum.data.readers.rows import Row, Tally
 from contaccum.data.sources import FORMATS, ReadOptions, detect, open_splits
-from contaccum.data.training import FEATURES, quiet_datasets
-from contaccum.errors import DataError
-from contaccum.outputs import check_output
+from contaccum.data.training_set import FEATURES, quiet_datasets
 
 SUMMARY_FILE = "prepare.json"
 SAMPLES = 2

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from contaccum.data import beir, dpr, msmarco, pairs
-from contaccum.data.files import READ_ERRORS, bare_suffix, find, open_binary, passage_text
-from contaccum.data.rows import Row, Tally
-from contaccum.data.store import TextStore
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers import beir, dpr, msmarco
+from contaccum.data.readers import csv_jsonl_parquet as pairs
+from contaccum.data.readers.files import READ_ERRORS, bare_suffix, find, open_binary, passage_text
+from contaccum.data.readers.rows import Row, Tally
+from contaccum.data.readers.store import TextStore
 
 FORMATS = ("auto", "dpr", "beir", "msmarco", "pairs")
 HUB_NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")

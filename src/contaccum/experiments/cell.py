@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
-from contaccum.logfile import read_log
-from contaccum.provenance import provenance
+from contaccum.training.logfile import read_log
 
 KEPT = 100  # passages a query in the run file
 SOURCES = ("collection", "queries", "qrels")
@@ -40,8 +40,8 @@ def run_cell(folder: Path) -> None:
 
 def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Train, or go on with what an interrupted try left."""
-    from contaccum.config import TrainConfig
-    from contaccum.train import train
+    from contaccum.methods.config import TrainConfig
+    from contaccum.training.run import train
 
     data, run = Ready(**spec["data"]), folder / "run"
     options = {**spec["options"], "data": data.train, "output": str(run), "seed": spec["seed"]}
@@ -65,7 +65,7 @@ def _updates(options: dict[str, Any]) -> int:
     """Of the whole run, as `train` will count them."""
     import math
 
-    from contaccum.data.training import load_training_set
+    from contaccum.data.training_set import load_training_set
 
     rows = len(load_training_set(options["data"], "train", options.get("limit")))
     per_epoch: int = math.ceil(rows / options.get("n_total", 128))
@@ -113,7 +113,8 @@ def _told_by(run: Path) -> dict[str, Any]:
 
 
 def _speed(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    from contaccum.bench import Workload, measure
+    from contaccum.experiments.bench import measure
+    from contaccum.experiments.workloads import Workload
 
     options = dict(spec["options"])
     size, ways, rounds, updates = (options.pop(name) for name in ("size", "ways", "rounds", "updates"))

@@ -9,11 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.beir import is_beir, read_qrels
-from contaccum.data.training import has_negatives, load_training_set
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.queries import Query, read_queries
+from contaccum.data.training_set import has_negatives, load_training_set
 from contaccum.experiments.grid import Scale
-from contaccum.retrieval.texts import Query, qrels_file, read_collection_of, read_queries
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _mined(train: Path, collection: Path, output: Path) -> Path:
 
 def _passages_for(queries: list[Query], collection: Path, file: Path, match: str, others: int | None) -> Path:
     """A part of the collection: passages with an answer to one of the queries, and others."""
-    from contaccum.retrieval.answers import has_answer
+    from contaccum.data.answers import has_answer
 
     wanted = [answer for query in queries for answer in query.answers]
     _write_some(file, collection, lambda key, text: has_answer(wanted, text, match), others, at_most=others)

@@ -41,9 +41,9 @@ def _minutes(seconds: float) -> str:
 
 def _sizes(request: Request) -> tuple[int, int] | None:
     """(training rows, passages), where they can be known without preparing."""
-    from contaccum.data.training import load_training_set
+    from contaccum.data.readers.collections import count_lines
+    from contaccum.data.training_set import load_training_set
     from contaccum.experiments.datasets import DATASETS, HARVESTED
-    from contaccum.retrieval.texts import count_lines
 
     if request.experiment == "speed":
         return 0, 0
@@ -70,7 +70,8 @@ def _seconds(cell: Cell, request: Request, rate: float, rows: int, passages: int
 
 def _samples_per_second(request: Request) -> float | None:
     """Of this machine, measured on a few micro-batches of the smallest size; None where the model cannot be read."""
-    from contaccum.bench import SIZES, Workload, measure
+    from contaccum.experiments.bench import measure
+    from contaccum.experiments.workloads import SIZES, Workload
 
     scale = SCALES[request.scale]
     size = _size_of(request.model) if request.model else scale.bench_model
@@ -88,7 +89,7 @@ def _size_of(model: str) -> str:
     """The nearest of our sizes, by layers and width."""
     from transformers import AutoConfig
 
-    from contaccum.bench import SIZES
+    from contaccum.experiments.workloads import SIZES
 
     try:
         config = AutoConfig.from_pretrained(model)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.outputs import check_file
+from contaccum.common.outputs import check_file
 from contaccum.report.figures import drawings
 from contaccum.report.folders import read_run_folder
 from contaccum.report.page import page

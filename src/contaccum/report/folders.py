@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from contaccum.config import TrainConfig
-from contaccum.data.files import read_lines, shown
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.files import read_lines, shown
+from contaccum.methods.config import TrainConfig
 
 Line = dict[str, Any]
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contaccum.data.files import shown
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.files import shown
+from contaccum.data.readers.queries import Query
 from contaccum.report.folders import Evaluation
 from contaccum.report.rows import Row
 from contaccum.report.sources import Sources
 from contaccum.retrieval.runs import read_run
-from contaccum.retrieval.texts import Query
 
 BY_DIFFERENCE, AT_RANDOM = 240, 60  # queries at most
 DEPTH = 10  # passages of a ranking
@@ -138,7 +138,7 @@ def _texts(
 
 def _by_answers(sources: Sequence[Sources], queries: Mapping[str, Query], rankings: Sequence[Ranking]) -> tuple[dict[str, set[str]], Texts]:
     """query -> passages among all rankings that contain an answer; and the texts of these and of each ranking's first passages."""
-    from contaccum.retrieval.answers import AnswerMatcher, searchable
+    from contaccum.data.answers import AnswerMatcher, searchable
 
     match = sources[0].match
     matchers = {query.id: AnswerMatcher(query.answers, match) for query in queries.values()}

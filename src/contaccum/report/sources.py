@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.beir import is_beir, read_qrels
-from contaccum.data.files import bare_suffix
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.files import bare_suffix
+from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.runs import read_dpr_results
-from contaccum.retrieval.texts import Query, qrels_file, read_collection_of, read_queries
 
 REMEDY = "run contaccum evaluate with --qrels of a BEIR folder, or with --queries and --collection"
 

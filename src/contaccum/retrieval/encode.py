@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contaccum.errors import DataError
-from contaccum.outputs import check_output
-from contaccum.provenance import provenance
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_output
+from contaccum.common.provenance import provenance
+from contaccum.data.readers.collections import count_lines, encoded_texts
+from contaccum.data.readers.queries import read_queries
 from contaccum.retrieval.shards import (
     DTYPES,
     MANIFEST,
@@ -34,7 +36,6 @@ from contaccum.retrieval.shards import (
     write_json,
     write_shard,
 )
-from contaccum.retrieval.texts import count_lines, encoded_texts, read_queries
 
 if TYPE_CHECKING:
     from contaccum.retrieval.batches import Encoder

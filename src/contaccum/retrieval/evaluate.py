@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.beir import read_qrels
-from contaccum.data.files import bare_suffix, shown
-from contaccum.errors import DataError
-from contaccum.outputs import check_file
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_file
+from contaccum.data.readers.beir import qrels_file, read_qrels
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.files import bare_suffix, shown
+from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.compare import paired_comparison
 from contaccum.retrieval.metrics import DEFAULT, PerQuery, judged_metrics
 from contaccum.retrieval.runs import Run, read_dpr_results, read_run
 from contaccum.retrieval.shards import write_json
-from contaccum.retrieval.texts import Query, qrels_file, read_collection_of, read_queries
 
 TOP = (1, 5, 20, 100)
 
@@ -107,7 +108,7 @@ def _answer_flags(
 
 def answer_flags(run: Run, queries: Sequence[Query], collection: str | Path, match: str = "string") -> Flags:
     """Whether each passage contains an answer; the collection is read once, as a stream. A query without results has no flags."""
-    from contaccum.retrieval.answers import AnswerMatcher, searchable
+    from contaccum.data.answers import AnswerMatcher, searchable
 
     if not any(query.id in run for query in queries):
         raise DataError(f"the run has none of the queries, such as {shown(queries[0].id)}; do they belong together?")
@@ -128,7 +129,7 @@ def answer_flags(run: Run, queries: Sequence[Query], collection: str | Path, mat
 
 
 def _own_flags(run: Path, match: str) -> Flags | None:
-    from contaccum.retrieval.answers import has_answer
+    from contaccum.data.answers import has_answer
 
     flags: Flags = {}
     for query, _, texts in read_dpr_results(run):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 from contaccum.retrieval.batches import ahead
 from contaccum.retrieval.shards import Vectors, write_json
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TextIO
 
-from contaccum.data.files import bare_suffix, read_lines, shown
-from contaccum.data.json_array import read_array
-from contaccum.data.store import TextStore
-from contaccum.errors import DataError
-from contaccum.retrieval.texts import Query, read_collection_of
+from contaccum.common.errors import DataError
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.files import bare_suffix, read_lines, shown
+from contaccum.data.readers.json_array import read_array
+from contaccum.data.readers.queries import Query
+from contaccum.data.readers.store import TextStore
 
 
 class Hit(NamedTuple):
@@ -137,7 +138,7 @@ def _entry(texts: TextStore, hit: Hit, collection: str | Path) -> tuple[str, str
 
 
 def _record(query: Query, passages: Sequence[tuple[Hit, tuple[str, str]]], match: str) -> dict[str, Any]:
-    from contaccum.retrieval.answers import AnswerMatcher, searchable
+    from contaccum.data.answers import AnswerMatcher, searchable
 
     matcher = AnswerMatcher(query.answers, match)
     found = [{"id": hit.id, "title": title, "text": text, "score": f"{hit.score:.9g}"} for hit, (title, text) in passages]

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contaccum.errors import DataError
-from contaccum.outputs import check_file
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_file
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.runs import Hit, Run, read_run, whole_file, write_dpr_results, write_run
 from contaccum.retrieval.shards import Vectors
-from contaccum.retrieval.texts import Query, read_collection_of, read_queries
 
 ENGINES = ("local", "milvus")
 QUERIES_AT_ONCE = 16_384  # held with their results; more of them read the collection again
@@ -87,7 +88,7 @@ def _texts_of(
     passages: Vectors, asked: Vectors, collection: str | Path | None, query_texts: str | Path | None, split: str | None, match: str
 ) -> tuple[list[Query], str | Path]:
     """Queries and collection for the JSON output; what cannot be read is said before the search, and how answers cannot be looked for."""
-    from contaccum.retrieval.answers import check_match
+    from contaccum.data.answers import check_match
 
     check_match(match)
     collection = collection or passages.manifest["source"]

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 
 DTYPES = ("float16", "float32")
 MANIFEST = "manifest.json"

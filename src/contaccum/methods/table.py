@@ -1,0 +1,101 @@
+"""The methods by name: how an update of n_total samples is cut up, and what the bank holds. One table, no copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+    from contaccum.adapters.losses import ContAccumLoss
+
+
+@dataclass(frozen=True)
+class Method:
+    summary: str
+    whole: bool = False  # one batch of n_total instead of micro-batches of n_local
+    cached: bool = False  # GradCache: n_total at once, n_local samples' activations alive
+    bank: bool = False
+    query_bank: bool = True
+    past_encoder: bool = True
+
+
+METHODS = {
+    "dpr": Method("one batch of n_total, negatives from all of it", whole=True),
+    "gradaccum": Method("micro-batches of n_local, negatives from each alone"),
+    "gradcache": Method("gradient of the whole batch in two passes", cached=True),
+    "prebatch": Method("micro-batches and a bank of past passages", bank=True, query_bank=False),
+    "contaccum": Method("micro-batches and a bank of past queries and passages", bank=True),
+    "contaccum-gradcache": Method("whole batch in two passes, and the dual bank", cached=True, bank=True),
+    "contaccum-no-past": Method("dual bank, emptied at every update", bank=True, past_encoder=False),
+    "prebatch-no-past": Method("bank of passages, emptied at every update", bank=True, query_bank=False, past_encoder=False),
+}
+
+
+@dataclass(frozen=True)
+class Batches:
+    """One process's share of an update."""
+
+    per_process: int  # samples in one forward of the loss
+    accumulation: int  # such forwards per update
+    mini: int | None  # samples whose activations are alive at once, under GradCache
+    slice: int | None = None  # samples per micro-loss, where a forward holds several
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of this process in one loss."""
+        return self.slice or self.per_process
+
+
+def get_method(name: str) -> Method:
+    if name not in METHODS:
+        raise ValueError(f"method {name!r} is unknown; choose one of {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def cut(method: Method, n_total: int, n_local: int, processes: int = 1, whole_updates: bool = False) -> Batches:
+    """How `processes` processes, each with room for `n_local` samples, share an update of `n_total`.
+
+    With `whole_updates` each has room for all of its share: one forward, from which the same gradients are computed.
+    """
+    if n_total < 1 or n_local < 1:
+        raise ValueError(f"n_total={n_total} and n_local={n_local} must be at least 1")
+    if n_total % processes:
+        raise ValueError(f"n_total={n_total} cannot be shared by {processes} processes; use a multiple")
+    share = n_total // processes
+    if method.whole:
+        return Batches(share, 1, None)
+    if share % n_local:
+        of = f"n_total={n_total}" + (f" over {processes} processes" if processes > 1 else "")
+        fits = next(n for n in range(min(n_local, share), 0, -1) if share % n == 0)
+        larger = max(1, share // n_local) * n_local * processes
+        raise ValueError(f"{of} is not a multiple of n_local={n_local}; use n_local={fits}, or n_total={larger}")
+    if whole_updates:
+        return Batches(share, 1, None, None if method.cached else n_local)
+    if method.cached:
+        return Batches(share, 1, n_local)
+    return Batches(n_local, share // n_local, None)
+
+
+def build_loss(
+    method: Method,
+    model: SentenceTransformer,
+    batches: Batches,
+    bank_size: int,
+    query_bank_size: int | None,
+    similarity: str,
+    **options: Any,
+) -> ContAccumLoss:
+    """The method's loss. `options` are those of `ContAccumLoss`."""
+    from sentence_transformers.util import cos_sim, dot_score
+
+    from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
+
+    options["similarity_fct"] = {"dot": dot_score, "cosine": cos_sim}[similarity]
+    options["bank_size"] = bank_size if method.bank else 0
+    options["query_bank_size"] = (query_bank_size if method.query_bank else 0) if method.bank else None
+    options["past_encoder"] = method.past_encoder
+    if batches.mini is not None:
+        return CachedContAccumLoss(model, mini_batch_size=batches.mini, **options)
+    return ContAccumLoss(model, micro_batch_size=batches.slice, **options)
