@@ -18,7 +18,7 @@ from transformers import BertConfig
 from conftest import assert_close
 from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, dual_encoder
 from contaccum.core import drift
-from contaccum.core.table import LogSumTable
+from contaccum.core.log_sum_table import LogSumTable
 from contaccum.memory.halving import HalvingTrainer, gradients_apart, rows_of, split
 from contaccum.memory.limit import limit_memory
 from contaccum.towers.cuda_graphs import graph_towers

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from contaccum.core.bank import DualBank
 from contaccum.core.bank_size import AUTO_BANK
-from contaccum.core.drift import CORRECTIONS, RunningMeans, resolve_correction
+from contaccum.core.corrected_bank import CorrectedBank
+from contaccum.core.drift import CORRECTIONS, resolve_correction
 from contaccum.core.infonce import GRADIENT_SCALES, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, unit_vectors, with_gradients
+from contaccum.core.stored_bank import StoredBank
 
 SIMILARITIES = ("dot", "cosine")
 KEPT = ("scale", "similarity", "drift_correction")  # which what a bank keeps depends on
@@ -142,8 +144,7 @@ class DualBankInfoNCE(nn.Module):
         self.bank.prepare(rows, banked)
         past = self.bank.past(rows, banked)
         loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.gradient_scale)
-        if self.drift_correction == "mean+zero-sum" and self.bank.means is not None:
-            self.bank.means.balance(gradients.passages)
+        self.bank.adjust(gradients)
         self._notify(MicroStep(rows, columns, past, blocks, loss, None if past is None else self.bank.ages_by_slot))
         self.bank.push(rows, banked, past, blocks)
         return loss, gradients
@@ -177,11 +178,13 @@ class DualBankInfoNCE(nn.Module):
         self.bank = self._empty_bank(size)
 
     def _empty_bank(self, size: int) -> DualBank:
-        means = None if self.drift_correction is None else RunningMeans()
         queries = self._query_bank_size
         if queries is not None and self.auto_bank:
             queries = min(queries, size)
-        return DualBank(size, queries, self.scale, self._bank_dtype, means, unit=self.similarity == "cosine")
+        if self.drift_correction is None:
+            return StoredBank(size, queries, self.scale, self._bank_dtype)
+        unit, zero_sum = self.similarity == "cosine", self.drift_correction == "mean+zero-sum"
+        return CorrectedBank(size, queries, self.scale, self._bank_dtype, unit, zero_sum)
 
     def _vectors(self, queries: Tensor, positives: Tensor, negatives: Tensor | None) -> tuple[Tensor, Tensor]:
         """(n, d) and (n, 1 + h, d) in computing precision, normalised for cosine; part of the autograd graph."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contaccum.core.table import LazyBuffers, write_ring
+from contaccum.core.rings import LazyBuffers, write_ring
 
 CORRECTIONS = ("auto", "mean+zero-sum", "mean")
 DEFAULT_WINDOW = 128  # samples, until the first update has ended
@@ -45,8 +45,8 @@ def resolve_correction(correction: str | None, past_vectors: bool) -> str | None
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The means of a micro-batch, for when it is asked for once more."""
+class _MicroBatchMeans:
+    """The means with a micro-batch: computed when the bank is read, used again when it is written."""
 
     queries: Tensor
     passages: Tensor
@@ -71,7 +71,7 @@ class RunningMeans(LazyBuffers):
         self.clear()
 
     def clear(self) -> None:
-        self._asked: _Asked | None = None
+        self._latest_means: _MicroBatchMeans | None = None
         self._next_common: Tensor | None = None  # with the micro-batch that has not been added yet
         if self._common is not None:
             self._common.zero_()
@@ -96,12 +96,12 @@ class RunningMeans(LazyBuffers):
         """The same as (2 or 3, d): of queries, positives and hard negatives."""
         return self._of(queries, passages).means
 
-    def _of(self, queries: Tensor, passages: Tensor) -> _Asked:
-        if self._asked is None or not self._asked.of(queries, passages):
+    def _of(self, queries: Tensor, passages: Tensor) -> _MicroBatchMeans:
+        if self._latest_means is None or not self._latest_means.of(queries, passages):
             samples = _samples(queries, passages)
             means = self._mean_with(samples[-self.window :])
-            self._asked = _Asked(queries, passages, samples, means, (means[0], _per_passage(means, passages.shape[1])))
-        return self._asked
+            self._latest_means = _MicroBatchMeans(queries, passages, samples, means, (means[0], _per_passage(means, passages.shape[1])))
+        return self._latest_means
 
     def _mean_with(self, new: Tensor) -> Tensor:
         """(2 or 3, d)"""
@@ -129,8 +129,8 @@ class RunningMeans(LazyBuffers):
         gradients.sub_(self._next_common * finite)
 
     def add(self, queries: Tensor, passages: Tensor) -> None:
-        asked, self._asked = self._asked, None
-        new = asked.samples if asked is not None and asked.of(queries, passages) else _samples(queries, passages)
+        latest, self._latest_means = self._latest_means, None
+        new = latest.samples if latest is not None and latest.of(queries, passages) else _samples(queries, passages)
         if self._recent is None:
             self._recent = new.new_zeros((MAX_WINDOW, *new.shape[1:]))
         kept, count = new[-MAX_WINDOW:], self.count + len(new)

@@ -7,31 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-
-class LazyBuffers(nn.Module):
-    """A module whose buffers are allocated on first use, and take the shapes of a loaded state."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name in self._buffers:
-            saved = state_dict.get(prefix + name)
-            self._buffers[name] = None if saved is None else torch.empty_like(saved)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def ring_slots(ring: Tensor, start: int, count: int) -> list[Tensor]:
-    """Views of the slots start, start + 1, ... of dim 0, going round at its end: one piece or two. At most as many as there are slots."""
-    first = min(count, len(ring) - start)
-    return [ring[start : start + first]] if first == count else [ring[start:], ring[: count - first]]
-
-
-def write_ring(ring: Tensor, start: int, values: Tensor) -> None:
-    """`values` into the slots from `start` on."""
-    done = 0
-    for slots in ring_slots(ring, start, len(values)):
-        slots.copy_(values[done : done + len(slots)])
-        done += len(slots)
+from contaccum.core.rings import LazyBuffers, write_ring
 
 
 class LogSumTable(LazyBuffers):
