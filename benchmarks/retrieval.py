@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from contaccum.common.outputs import write_json
 from contaccum.common.provenance import provenance
-from contaccum.retrieval.shards import ShardEntry, Vectors, write_json, write_shard
+from contaccum.retrieval.shards import ShardEntry, Vectors, write_shard
 
 SEED = 0
 SHARD = 100_000
@@ -151,12 +152,12 @@ def encode(args: argparse.Namespace) -> dict[str, Any]:
     from contaccum.data.readers.collections import encoded_texts
     from contaccum.retrieval.batches import ahead
     from contaccum.retrieval.encode import WINDOW, make_encoder, stored
-    from contaccum.retrieval.model import load_model
+    from contaccum.retrieval.model import model_on_device
 
     if args.model is None or args.texts is None:
         raise SystemExit("give --model and --texts")
     texts = [text for _, text in islice(encoded_texts(args.texts), args.limit)]
-    model = load_model(args.model, args.device, args.max_seq_length)
+    model = model_on_device(args.model, args.device, args.max_seq_length)
     encoder = make_encoder(model, "document", None, None)
 
     def ours() -> Any:

@@ -11,7 +11,9 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 
 from contaccum import ContAccumTrainer, dual_encoder
 from contaccum.data.training_set import load_training_set, negative_columns, with_hard_negatives
-from contaccum.methods.table import METHODS, build_loss, cut
+from contaccum.methods.config import TrainConfig
+from contaccum.methods.loss import build_loss
+from contaccum.methods.table import METHODS, cut
 from contaccum.towers.speed import unpad_towers
 
 
@@ -27,7 +29,8 @@ def main(model_folder: str, data: str, output: str) -> None:
             if processes > 1 and hard_negatives:
                 unpad_towers(model)  # which computes the same
             batches = cut(method, 16, 8 // processes, processes)
-            loss = build_loss(method, model, batches, 20, 13, "cosine", scale=20.0, gather_across_devices=processes > 1)
+            config = TrainConfig(method=name, bank=20, query_bank=13, similarity="cosine")
+            loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
             table, _ = with_hard_negatives(load_training_set(data), hard_negatives, seed=0)
             names = ["positive", *negative_columns(hard_negatives)][: 1 + hard_negatives]
             args = SentenceTransformerTrainingArguments(

@@ -17,7 +17,8 @@ from contaccum.cli import app, main
 from contaccum.common.errors import DataError
 from contaccum.data.answers import has_answer
 from contaccum.data.bm25 import Bm25
-from contaccum.data.mine import mine, read_texts
+from contaccum.data.mine import mine
+from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.training_set import as_table, load_training_set
 from mining import CAPITALS, prepared_files
 
@@ -79,18 +80,22 @@ def test_a_beir_folder_is_training_set_and_collection(tmp_path: Path) -> None:
         mine(beir, None, tmp_path / "other")
 
 
+def texts_of(file: Path) -> list[str]:
+    return [text for _, text in encoded_texts(file, need_ids=False)]
+
+
 def test_jsonl_collections_need_a_text_and_may_have_a_title(tmp_path: Path) -> None:
     file = tmp_path / "c.jsonl"
     file.write_text('{"text": "one"}\n\n{"title": "T", "text": "two"}\n')
-    assert list(read_texts(file)) == ["one", "T two"]
+    assert texts_of(file) == ["one", "T two"]
     file.write_text('{"text": "one"}\n{"body": "two"}\n')
     with pytest.raises(DataError, match="line 2: no text under 'text'"):
-        list(read_texts(file))
+        texts_of(file)
     file.write_text("")
     with pytest.raises(DataError, match="is empty"):
-        list(read_texts(file))
-    with pytest.raises(DataError, match="of no known kind"):
-        read_texts(file.rename(tmp_path / "c.docx"))
+        texts_of(file)
+    with pytest.raises(DataError, match="is no collection"):
+        texts_of(file.rename(tmp_path / "c.docx"))
 
 
 def test_existing_output_is_refused_and_an_empty_folder_is_not(prepared: Path) -> None:

@@ -13,7 +13,7 @@ from contaccum.common.errors import DataError
 from contaccum.data.harvest import Pair, harvest, write_beir
 from contaccum.data.readers.beir import read_pairs, read_qrels, read_texts
 from contaccum.experiments.quickstart import METHODS, Settings, free_folder, quickstart, run_folder
-from contaccum.towers.small_encoder import write_encoder
+from contaccum.towers.random_encoder import write_encoder
 
 MODULE = '''
 def add(a, b):

@@ -209,7 +209,7 @@ def test_wrong_options_name_the_remedy(wrong, told, tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_refused_in_a_line(tmp_path: Path) -> None:
     write_collection(tmp_path / "c.jsonl", 5)
-    with pytest.raises(ValueError, match="no model can be read") as caught:
+    with pytest.raises(ValueError, match="none cannot be loaded as a SentenceTransformer") as caught:
         encode(tmp_path / "none", tmp_path / "c.jsonl", tmp_path / "v", progress=False)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "v").exists()

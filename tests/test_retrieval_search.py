@@ -14,12 +14,13 @@ import torch
 pytest.importorskip("faiss", reason="needs contaccum[search]")
 
 from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_file, write_json
 from contaccum.data.readers.queries import Query
 from contaccum.retrieval import exact
 from contaccum.retrieval.exact import BACKENDS, brute_force, exact_search
-from contaccum.retrieval.runs import Hit, read_run, whole_file, write_dpr_results, write_run
+from contaccum.retrieval.runs import Hit, read_run, write_dpr_results, write_run
 from contaccum.retrieval.search import search
-from contaccum.retrieval.shards import Vectors, write_json, write_shard
+from contaccum.retrieval.shards import Vectors, write_shard
 
 
 def write_vectors(folder: Path, vectors: np.ndarray, ids: list[str], shards: int = 1, **told) -> Vectors:

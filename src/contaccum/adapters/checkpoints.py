@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-import torch
 from transformers import TrainerState, TrainingArguments
 
 from contaccum.common.errors import CheckpointError
@@ -45,11 +43,3 @@ def last_complete_checkpoint(folder: Path) -> Path:
     if not complete:
         raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start anew (without --resume)")
     return complete[-1]
-
-
-def write_atomically(file: Path, state: Any) -> None:
-    """torch.save that leaves either the whole file or none."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    torch.save(state, part)
-    part.replace(file)

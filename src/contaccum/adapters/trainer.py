@@ -15,9 +15,10 @@ from sentence_transformers import SentenceTransformerTrainer
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from contaccum.adapters.checkpoints import checkpoint_folder, is_complete, last_complete_checkpoint, resumed_folder, write_atomically
+from contaccum.adapters.checkpoints import checkpoint_folder, is_complete, last_complete_checkpoint, resumed_folder
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.common.errors import CheckpointError
+from contaccum.common.outputs import whole_path
 from contaccum.core.bank_size import auto_bank
 
 STATE_NAME = "contaccum_state"
@@ -147,7 +148,8 @@ class ContAccumCallback(SkippedSteps):
 
     def before_checkpoint(self, folder: Path) -> None:
         if self._file(folder) != folder / f"{STATE_NAME}.pt" or _rank() == 0:
-            write_atomically(self._file(folder), [loss.criterion.state_dict() for loss in bank_losses(self.loss)])
+            with whole_path(self._file(folder)) as part:
+                torch.save([loss.criterion.state_dict() for loss in bank_losses(self.loss)], part)
 
     def load(self, folder: Path) -> None:
         file = self._file(folder)

@@ -41,7 +41,7 @@ def bench(
 
     Example: contaccum bench --model minilm-l3 --n-total 64 --passage-tokens 64 --rounds 1
     """
-    from contaccum.common.outputs import check_file
+    from contaccum.common.outputs import check_file, write_json
     from contaccum.common.provenance import provenance
     from contaccum.common.sizes import parse_bytes
     from contaccum.experiments.bench import measure
@@ -69,8 +69,7 @@ def bench(
             for size in _numbers("bank", bank):
                 rows += measure(model, Workload(total, local, size, **shape), chosen, rounds, updates)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"provenance": provenance(0), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_json(output, {"provenance": provenance(0), "rows": rows})
     if json_:
         print(json.dumps(rows))
         return

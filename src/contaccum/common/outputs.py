@@ -1,10 +1,14 @@
-"""Where a command may write: said before anything is computed."""
+"""What a command writes: a place where it can, checked before anything is computed, and files that appear when they are whole."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 
 def check_output(output: str | Path | None, taken: Iterable[str | Path | None] = (), option: str = "--output") -> None:
@@ -25,3 +29,37 @@ def check_file(output: str | Path | None, taken: Iterable[str | Path | None] = (
     if output is not None and Path(output).is_dir():
         raise ValueError(f"{output} is a folder; give {option} a file")
     check_output(output, taken, option)
+
+
+@contextmanager
+def whole_path(path: str | Path) -> Iterator[Path]:
+    """A path beside `path` to write a file or folder to; it takes `path`'s place at the end. What failed leaves nothing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write the same file
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[TextIO]:
+    """A text file that appears under its name when it is whole."""
+    with whole_path(path) as part, open(part, "w", encoding="utf-8") as file:
+        yield file
+
+
+def write_text(path: str | Path, text: str) -> None:
+    with whole_file(path) as file:
+        file.write(text)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_jsonl(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
+    with whole_file(path) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)

@@ -22,6 +22,7 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_path
 
 DPR = "https://dl.fbaipublicfiles.com/dpr"
 HARD_NEGATIVES = "https://huggingface.co/datasets/sentence-transformers/msmarco-hard-negatives/resolve/main"
@@ -204,8 +205,5 @@ def unpack_beir(archive: Path, folder: Path) -> None:
 def _extract(content: zipfile.ZipFile, member: str, path: Path) -> None:
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with content.open(member) as source, open(part, "wb") as target:
+    with content.open(member) as source, whole_path(path) as part, open(part, "wb") as target:
         shutil.copyfileobj(source, target, CHUNK_BYTES)
-    os.replace(part, path)

@@ -19,13 +19,12 @@ from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output
+from contaccum.common.outputs import check_output, write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.answers import check_match
-from contaccum.data.negatives import check_floats, check_numbers, denoise, given, load_cross_encoder, load_model, mine_bm25, mine_dense
-from contaccum.data.readers.beir import find_qrels, is_beir, read_collection
-from contaccum.data.readers.dpr import read_passages
-from contaccum.data.readers.files import bare_suffix, passage_text, read_jsonl, text_field
+from contaccum.data.negatives import check_floats, check_numbers, denoise, given, load_cross_encoder, mine_bm25, mine_dense
+from contaccum.data.readers.beir import find_qrels, is_beir
+from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.training_set import FEATURES, load_training_set, quiet_datasets
 
 METHODS = ("bm25", "dense", "given")
@@ -86,7 +85,7 @@ def mine(
         summary = _summary(counts, len(passages), time.monotonic() - started)
         with quiet_datasets():
             DatasetDict(tables).save_to_disk(str(scratch / "whole"))
-        (scratch / "whole" / "mine.json").write_text(json.dumps(summary | provenance(), indent=1))
+        write_json(scratch / "whole" / "mine.json", summary | provenance())
         os.replace(scratch / "whole", output)
     return summary
 
@@ -118,9 +117,9 @@ def _miner(
         return lambda rows, passages, scratch: mine_bm25(rows, passages, per_query=per_query, depth=depth, match=match, stopwords=stopwords)
     if model is None:
         raise ValueError("method='dense' needs the folder or name of a trained model; give one with --model")
-    from sentence_transformers import SentenceTransformer
+    from contaccum.towers.loading import load_model
 
-    encoder = load_model(SentenceTransformer, model)
+    encoder = load_model(model)
     return lambda rows, passages, scratch: mine_dense(
         rows, passages, encoder, per_query=per_query, depth=depth, match=match, scratch=scratch, **filters
     )
@@ -152,29 +151,8 @@ def _scratch_beside(output: Path) -> Iterator[Path]:
 def _texts(data: Path, collection: str | Path | None, mined: Dataset) -> Iterable[str]:
     """The texts to choose negatives from."""
     if collection is not None:
-        return read_texts(Path(collection))
-    return read_texts(data) if is_beir(data) else dict.fromkeys(mined["positive"])
-
-
-def read_texts(collection: Path) -> Iterator[str]:
-    """The passages of a collection, a title before its text: a BEIR folder, DPR's .tsv, or a .jsonl, as a stream."""
-    if not collection.exists():
-        raise DataError(f"{collection} does not exist; give a passages .tsv, a .jsonl or a BEIR folder")
-    kind = "folder" if collection.is_dir() else bare_suffix(collection)
-    readers = {"folder": read_collection, ".tsv": read_passages, ".jsonl": _read_jsonl_passages}
-    if kind not in readers:
-        raise DataError(f"{collection} is of no known kind; give a passages .tsv, a .jsonl (also .gz, .xz) or a BEIR folder")
-    return (passage_text(title, text) for _, title, text in readers[kind](collection))
-
-
-def _read_jsonl_passages(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(line number, title, text): identifiers are not asked for."""
-    line = 0
-    for line, record in read_jsonl(path):
-        title = "" if record.get("title") is None else text_field(record, "title", path, line)
-        yield str(line), title, text_field(record, "text", path, line)
-    if not line:
-        raise DataError(f"{path} is empty")
+        return (text for _, text in encoded_texts(collection, need_ids=False))
+    return (text for _, text in encoded_texts(data, need_ids=False)) if is_beir(data) else dict.fromkeys(mined["positive"])
 
 
 def _stored(texts: Iterable[str], scratch: Path) -> Dataset:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,7 @@ import datasets
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output
+from contaccum.common.outputs import check_output, write_json
 from contaccum.data.held_out import check_hold_out, write_judged
 from contaccum.data.held_out import hold_out as hold_back
 from contaccum.data.readers.csv_jsonl_parquet import Columns
@@ -187,7 +186,7 @@ def _save(summary: PrepareSummary, scratch: Path, output: Path, judged: bool) ->
         datasets.DatasetDict(tables).save_to_disk(str(whole))
     if judged:
         write_judged(tables, whole / "beir")
-    (whole / SUMMARY_FILE).write_text(json.dumps(summary.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(whole / SUMMARY_FILE, summary.as_dict())
     if output.exists():
         output.rmdir()
     os.replace(whole, output)

@@ -15,15 +15,15 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.outputs import write_json
 from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
 from contaccum.training.logfile import read_log
 
-KEPT = 100  # passages a query in the run file
+PASSAGES_RANKED = 100  # for each query
 SOURCES = ("collection", "queries", "qrels")
 
 
@@ -33,9 +33,7 @@ def run_cell(folder: Path) -> None:
     started = time.perf_counter()
     found = {"train": _train, "speed": _speed, "memory": _memory}[spec["kind"]](folder, spec)
     told = {**found, "total_seconds": time.perf_counter() - started, "provenance": provenance(spec["seed"])}
-    part = folder / "result.part"
-    part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    part.replace(folder / "result.json")
+    write_json(folder / "result.json", told)
 
 
 def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         if run.exists() and not begun:
             shutil.rmtree(run)
         summary = train(config, resume=begun)
-    metrics = judge(run, data, folder.parent.parent / "data" / "tokens") if spec["evaluated"] else {}
+    metrics = judge_run(run, data, folder.parent.parent / "data" / "tokens") if spec["evaluated"] else {}
     return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
 
 
@@ -72,36 +70,23 @@ def _updates(options: dict[str, Any]) -> int:
     return math.ceil(float(options.get("epochs", 40)) * per_epoch)
 
 
-def judge(run: Path, data: Ready, token_cache: Path | None = None) -> dict[str, float]:
-    """Encode the collection, search it exactly, judge; `run` keeps the run file and the values per query, not the vectors.
-
-    Cells share the `token_cache`: tokenising a collection takes longer than a GPU needs to encode it.
-    """
-    from contaccum.retrieval import encode, evaluate, search
+def judge_run(run: Path, data: Ready, token_cache: Path) -> dict[str, float]:
+    """The finished model's metrics. Cells share the `token_cache`: tokenising a collection takes longer than a GPU needs to encode it."""
+    from contaccum.retrieval import judge
 
     sources: dict[str, Any] = {name: str(Path(path).resolve()) for name in SOURCES if (path := getattr(data, name)) is not None}
-    data = replace(data, **sources)
-    vectors, found = run / "vectors", run / "test.trec"
-    encode(run / "model", data.collection, vectors / "passages", token_cache=token_cache, progress=False)
-    encode(run / "model", data.queries, vectors / "queries", queries=True, split=data.split, progress=False)
-    search(vectors / "passages", vectors / "queries", found, k=KEPT, verify=False)
-    shutil.rmtree(vectors)
-    if data.qrels is not None:
-        judged = evaluate(
-            found,
-            qrels=data.qrels,
-            split=data.split,
-            metrics=data.metrics,
-            collection=data.collection,
-            output=run / "evaluation.json",
-        )
-    else:
-        top = [int(name.partition("@")[2]) for name in data.metrics]
-        judged = evaluate(
-            found, queries=data.queries, collection=data.collection, match=data.match, top=top, output=run / "evaluation.json"
-        )
-    metrics: dict[str, float] = judged["metrics"]
-    return metrics
+    by: dict[str, Any] = (
+        {"top": [int(name.partition("@")[2]) for name in data.metrics]} if data.qrels is None else {"metrics": data.metrics}
+    )
+    options: dict[str, Any] = {
+        "split": data.split,
+        "match": data.match,
+        "k": PASSAGES_RANKED,
+        "token_cache": token_cache,
+        "progress": False,
+    }
+    found: dict[str, float] = judge(run / "model", output=run, **sources, **options, **by)["metrics"]
+    return found
 
 
 def _told_by(run: Path) -> dict[str, Any]:

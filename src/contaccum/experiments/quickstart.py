@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.outputs import write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.harvest import harvest, write_beir
 from contaccum.report.build import report
 from contaccum.report.rows import Row
-from contaccum.retrieval.shards import write_json
-from contaccum.towers.small_encoder import write_encoder
+from contaccum.retrieval.judge import judge
+from contaccum.towers.random_encoder import write_encoder
 
 PARALLEL = 2
 # Names as the table shows them -> options of `contaccum train`.
@@ -87,7 +88,7 @@ def quickstart(output: Path, settings: Settings, say: Callable[[str], None] = pr
     say("Searching the whole collection with each model ...")
     folders = {name: run_folder(output, name) for name in METHODS}
     for run in folders.values():
-        judge(run, output / "data")
+        judge_run(run, output / "data")
     described = {**provenance(settings.seed), "settings": settings.train_options(), "total_seconds": round(time.perf_counter() - started)}
     return report(
         list(folders.values()),
@@ -141,17 +142,9 @@ def _start(output: Path, name: str, settings: Settings) -> int:
         return subprocess.Popen(command, env={**os.environ, **alone}, stdout=log, stderr=log).pid
 
 
-def judge(run: Path, data: Path) -> None:
-    """Exact search over the whole collection for the test queries; vectors, test.trec and evaluation.json join the run folder."""
-    from contaccum.retrieval import encode, evaluate, search
-    from contaccum.retrieval.model import load_model
-
-    model = load_model(run / "model", device="cpu")
-    passages, queries, found = run / "vectors" / "passages", run / "vectors" / "queries", run / "test.trec"
-    encode(model, data, passages, dtype="float32", progress=False)
-    encode(model, data, queries, queries=True, split="test", dtype="float32", progress=False)
-    search(passages, queries, found, k=100, device="cpu", progress=False)
-    result = evaluate(found, qrels=data, split="test", metrics=list(METRICS))
+def judge_run(run: Path, data: Path) -> None:
+    """Rank the whole collection for the test queries; test.trec and evaluation.json join the run folder."""
+    result = judge(run / "model", data, run, metrics=list(METRICS), dtype="float32", device="cpu", progress=False)
     named = {part: {METRICS[metric]: value for metric, value in result[part].items()} for part in ("metrics", "per_query")}
     write_json(run / "evaluation.json", {**result, **named})
 

@@ -18,6 +18,7 @@ from transformers import BertConfig
 
 from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
 from contaccum.towers.dual_encoder import dual_encoder
+from contaccum.towers.random_encoder import write_word_tokenizer
 
 # layers, width, heads: BERT-shaped encoders with random weights
 SIZES = {"tiny": (1, 32, 2), "minilm-l3": (3, 384, 12), "minilm-l6": (6, 384, 12), "bert-base": (12, 768, 12), "bert-large": (24, 1024, 16)}
@@ -144,10 +145,6 @@ def tower_config(size: str, tokens: int = 512) -> BertConfig:
 
 def random_encoder(size: str, tokens: int) -> SentenceTransformer:
     """Two towers of random weights, and a tokenizer that is never used."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     with tempfile.TemporaryDirectory() as folder:
-        blank = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
-        PreTrainedTokenizerFast(tokenizer_object=blank, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+        write_word_tokenizer([], Path(folder))
         return dual_encoder(tower_config(size, tokens), tokenizer=Path(folder), max_seq_length=tokens)

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from sentence_transformers import SentenceTransformer
-
-    from contaccum.adapters.losses import ContAccumLoss
 
 
 @dataclass(frozen=True)
@@ -76,26 +70,3 @@ def cut(method: Method, n_total: int, n_local: int, processes: int = 1, whole_up
     if method.cached:
         return Batches(share, 1, n_local)
     return Batches(n_local, share // n_local, None)
-
-
-def build_loss(
-    method: Method,
-    model: SentenceTransformer,
-    batches: Batches,
-    bank_size: int,
-    query_bank_size: int | None,
-    similarity: str,
-    **options: Any,
-) -> ContAccumLoss:
-    """The method's loss. `options` are those of `ContAccumLoss`."""
-    from sentence_transformers.util import cos_sim, dot_score
-
-    from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
-
-    options["similarity_fct"] = {"dot": dot_score, "cosine": cos_sim}[similarity]
-    options["bank_size"] = bank_size if method.bank else 0
-    options["query_bank_size"] = (query_bank_size if method.query_bank else 0) if method.bank else None
-    options["past_encoder"] = method.past_encoder
-    if batches.mini is not None:
-        return CachedContAccumLoss(model, mini_batch_size=batches.mini, **options)
-    return ContAccumLoss(model, micro_batch_size=batches.slice, **options)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output
+from contaccum.common.outputs import check_output, write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.readers.collections import count_lines, encoded_texts
 from contaccum.data.readers.queries import read_queries
@@ -33,7 +33,6 @@ from contaccum.retrieval.shards import (
     read_entry,
     read_entry_unchecked,
     read_manifest,
-    write_json,
     write_shard,
 )
 
@@ -78,14 +77,14 @@ def encode(
             half precision is what is stored; a value that overflows is noticed).
         token_cache: folder that keeps token ids, so that the next model with the same tokenizer need not tokenise these texts again.
     """
-    from contaccum.retrieval.model import load_model
+    from contaccum.retrieval.model import model_on_device
 
     started, output = time.monotonic(), Path(output)
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
     check_output(output)
     check_output(token_cache, option="--token-cache")
     source = _Source(texts, queries, split)
-    loaded = load_model(model, device, max_seq_length)
+    loaded = model_on_device(model, device, max_seq_length)
     encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision, token_cache)
     description = _description(loaded, encoder, model, source, dtype, shard_size)
     _open_output(output, description)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_file
+from contaccum.common.outputs import check_file, write_json
 from contaccum.data.readers.beir import qrels_file, read_qrels
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.files import bare_suffix, shown
@@ -15,7 +15,6 @@ from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.compare import paired_comparison
 from contaccum.retrieval.metrics import DEFAULT, PerQuery, judged_metrics
 from contaccum.retrieval.runs import Run, read_dpr_results, read_run
-from contaccum.retrieval.shards import write_json
 
 TOP = (1, 5, 20, 100)
 
@@ -64,8 +63,7 @@ def evaluate(
         result["comparison"] = {"run": str(compare), **{name: paired_comparison(found[name], other[name]) for name in found}}
     result["per_query"] = found
     if output is not None:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(output), result)
+        write_json(output, result)
     return result
 
 

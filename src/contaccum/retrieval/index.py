@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_path, write_json
 from contaccum.retrieval.batches import ahead
-from contaccum.retrieval.shards import Vectors, write_json
+from contaccum.retrieval.shards import Vectors
 
 BLOCK_ROWS = 65_536
 TRAINING_ROWS = 400_000  # IVF4096 asks for at least 39 vectors a cell
@@ -31,11 +31,9 @@ def open_index(vectors: Vectors, factory: str, file: Path, advance: Callable[[in
         except RuntimeError as error:
             raise DataError(f"{file} cannot be read ({_reason(error)}); remove it, and it is built anew") from error
     index = _build(vectors, factory, advance)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    faiss.write_index(index, str(part))
-    write_json(_telling(file), wanted)
-    os.replace(part, file)
+    with whole_path(file) as part:
+        faiss.write_index(index, str(part))
+        write_json(_telling(file), wanted)
     return index
 
 

@@ -13,19 +13,16 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Module, Transformer
 
 from contaccum.retrieval.device import check_device
+from contaccum.towers.loading import load_model
 
 
-def load_model(model: Any, device: str | None = None, max_seq_length: int | None = None) -> SentenceTransformer:
+def model_on_device(model: Any, device: str | None = None, max_seq_length: int | None = None) -> SentenceTransformer:
     """A SentenceTransformer on its device, from a folder or name, or itself; under torchrun each process has its own GPU."""
     check_device(device)
     if isinstance(model, (str, Path)):
         if device is None and torch.cuda.is_available():
             device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
-        try:
-            # In single precision, whatever it is stored in: half precision is many times slower on a CPU, and autocast is for the GPU.
-            model = SentenceTransformer(str(model), device=device, model_kwargs={"dtype": torch.float32})
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no model can be read from {model}: {str(error).splitlines()[0]}") from error
+        model = load_model(model, device=device)
     elif device is not None:
         model.to(device)
     assert isinstance(model, SentenceTransformer)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TextIO
 
 from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_file
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.files import bare_suffix, read_lines, shown
 from contaccum.data.readers.json_array import read_array
@@ -25,20 +24,6 @@ class Hit(NamedTuple):
 
 
 Run = dict[str, list[Hit]]  # query id -> passages, best first
-
-
-@contextmanager
-def whole_file(path: str | Path) -> Iterator[TextIO]:
-    """A text file that appears under its name when it is whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            yield file
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_run(file: TextIO, run: Mapping[str, Sequence[Hit]], tag: str = "contaccum") -> None:

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_file
+from contaccum.common.outputs import check_file, whole_file
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.queries import Query, read_queries
-from contaccum.retrieval.runs import Hit, Run, read_run, whole_file, write_dpr_results, write_run
+from contaccum.retrieval.runs import Hit, Run, read_run, write_dpr_results, write_run
 from contaccum.retrieval.shards import Vectors
 
 ENGINES = ("local", "milvus")

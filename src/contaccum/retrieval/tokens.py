@@ -8,7 +8,6 @@ not assumed but tried on the first texts; a model for which it does not keeps it
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from numpy.typing import NDArray
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Router, Transformer
 from torch import Tensor
+
+from contaccum.common.outputs import whole_path
 
 TRIED = 32  # texts, and one longer than any limit
 READABLE = {"input_ids", "attention_mask", "token_type_ids"}
@@ -45,11 +46,8 @@ class DirectReader:
         if (kept := _unpacked(file, len(texts))) is not None:
             return kept
         tokens = self._read(texts)
-        part = file.with_suffix(f".{os.getpid()}.part")
-        self.cache.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as out:
+        with whole_path(file) as part, open(part, "wb") as out:
             np.save(out, np.concatenate([np.array([len(ids) for ids in tokens], np.int32), *tokens]))
-        part.replace(file)
         return tokens
 
     def _read(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.outputs import write_text
+
 
 def read_log(file: Path) -> list[dict[str, Any]]:
     """The lines of a log; a last line that was cut off is left out."""
@@ -23,9 +25,7 @@ def read_log(file: Path) -> list[dict[str, Any]]:
 def keep_updates(file: Path, last: int) -> None:
     """Cut a log back to the updates that a resumed run starts from."""
     kept = [line for line in read_log(file) if line["update"] <= last]
-    part = file.with_name(file.name + ".part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    part.replace(file)
+    write_text(file, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def append_lines(file: Path, lines: Sequence[dict[str, Any]]) -> None:

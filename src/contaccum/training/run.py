@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from contaccum.adapters.checkpoints import last_complete_checkpoint
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.common.errors import CheckpointError
-from contaccum.common.outputs import check_output
+from contaccum.common.outputs import check_output, whole_path, write_json
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
 from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives
@@ -35,7 +34,8 @@ from contaccum.memory.halving import HalvingTrainer
 from contaccum.memory.limit import limit_memory, peak_bytes
 from contaccum.memory.plan import planned
 from contaccum.methods.config import AUTO, TrainConfig, load_config, with_bank
-from contaccum.methods.table import Batches, build_loss, cut, get_method
+from contaccum.methods.loss import build_loss
+from contaccum.methods.table import Batches, cut, get_method
 from contaccum.towers.cuda_graphs import check_graphs, graph_towers
 from contaccum.towers.dual_encoder import dual_encoder
 from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
@@ -73,7 +73,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     set_seed(config.seed)
     model = _towers(config)
     config = _prepare_towers(config, model)
-    loss = _loss(config, model, batches, processes)
+    loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
     trainer = (HalvingTrainer if auto and not get_method(config.method).whole else ContAccumTrainer)(
@@ -155,26 +155,6 @@ def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> TrainCon
     return config
 
 
-def _loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, processes: int) -> ContAccumLoss:
-    return build_loss(
-        get_method(config.method),
-        model,
-        batches,
-        config.bank_size,
-        config.query_bank,
-        config.similarity,
-        scale=config.scale or {"dot": 1.0, "cosine": 20.0}[config.similarity],
-        gather_across_devices=processes > 1,
-        start_update=config.start_update,
-        query_bank_stop_update=config.query_bank_stop_update,
-        cache_hard_negatives=config.cache_hard_negatives,
-        mask_duplicates=config.mask_duplicates,
-        gradient_scale=config.gradient_scale,
-        drift_correction=config.drift_correction,
-        bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
-    )
-
-
 def _updates_before(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
 
@@ -243,7 +223,7 @@ def _claim(run: Path, config: TrainConfig) -> None:
     """Only now, when nothing of the input can be refused any more, is anything written."""
     run.mkdir(parents=True, exist_ok=True)
     (run / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
-    (run / "run.json").write_text(json.dumps(provenance(config.seed), indent=1) + "\n", encoding="utf-8")
+    write_json(run / "run.json", provenance(config.seed))
 
 
 def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
@@ -271,11 +251,9 @@ def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog,
 
 def _finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
     """The model first, whole or not at all; then the summary, which says that the run is finished."""
-    part = run / "model.part"
-    shutil.rmtree(part, ignore_errors=True)
     try:
-        model.save_pretrained(str(part))
-        part.replace(run / "model")
-        (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        with whole_path(run / "model") as part:
+            model.save_pretrained(str(part))
+        write_json(run / "summary.json", summary)
     except Exception as error:
         raise CheckpointError(f"could not save {run / 'model'}: {error}; make room and go on with --resume") from error

@@ -18,10 +18,10 @@ from typing import Any
 from contaccum.memory.planner import Measured
 from contaccum.methods.config import TrainConfig, with_bank
 from contaccum.methods.table import get_method
+from contaccum.towers.random_encoder import write_weights, write_word_tokenizer
 from contaccum.training.logfile import read_log
 from contaccum.training.run import train
 
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = 50
 UPDATES = 4
 
@@ -79,17 +79,8 @@ def measure(config: TrainConfig, query_tokens: int | None = None, updates: int =
 
 def write_model(folder: Path, config: Any) -> None:
     """Random weights, and a tokenizer of made-up words."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import AutoModel, PreTrainedTokenizerFast
-
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *_words()])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    AutoModel.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    write_word_tokenizer(_words(), folder)
+    write_weights(config, folder)
 
 
 def write_texts(file: Path, rows: int, negatives: int, query_tokens: int, passage_tokens: int) -> None:

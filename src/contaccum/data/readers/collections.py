@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from contaccum.common.errors import DataError
@@ -12,21 +13,29 @@ from contaccum.data.readers.files import ID_FIELDS, READ_ERRORS, bare_suffix, fi
 from contaccum.data.readers.ids import SeenIds
 
 
-def read_collection_of(path: str | Path) -> Iterator[tuple[str, str, str]]:
-    """(id, title, text) of a BEIR folder's corpus, DPR's passages .tsv or a .jsonl (`_id` or `id`, `text`, perhaps `title`), streamed."""
+def read_collection_of(path: str | Path, need_ids: bool = True) -> Iterator[tuple[str, str, str]]:
+    """(id, title, text) of a BEIR folder's corpus, DPR's passages .tsv or a .jsonl (`_id` or `id`, `text`, perhaps `title`), streamed.
+
+    Without `need_ids`, a .jsonl may have none; its line numbers then take their place.
+    """
     path = Path(path)
     if is_beir(path):
         return read_collection(path)
-    readers: dict[str, Callable[[Path], Iterator[tuple[str, str, str]]]] = {".tsv": read_passages, ".jsonl": _jsonl_passages}
-    if not path.is_file() or bare_suffix(path) not in readers:
+    if not path.exists():
+        raise DataError(f"{path} does not exist; give a BEIR folder, a passages .tsv or a .jsonl")
+    readers: dict[str, Callable[[Path], Iterator[tuple[str, str, str]]]] = {
+        ".tsv": read_passages,
+        ".jsonl": partial(_jsonl_passages, need_ids=need_ids),
+    }
+    if path.is_dir() or bare_suffix(path) not in readers:
         prepared = " (of a prepared set: its folder beir, which prepare --hold-out writes)" if path.is_dir() else ""
         raise DataError(f"{path} is no collection; give a BEIR folder{prepared}, a passages .tsv or a .jsonl (also .gz, .xz)")
     return readers[bare_suffix(path)](path)
 
 
-def encoded_texts(path: str | Path) -> Iterator[tuple[str, str]]:
+def encoded_texts(path: str | Path, need_ids: bool = True) -> Iterator[tuple[str, str]]:
     """(id, text) of every passage of a collection, its title before its text."""
-    return ((key, passage_text(title, text)) for key, title, text in read_collection_of(path))
+    return ((key, passage_text(title, text)) for key, title, text in read_collection_of(path, need_ids))
 
 
 def count_lines(path: str | Path) -> int:
@@ -39,10 +48,10 @@ def count_lines(path: str | Path) -> int:
             raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _jsonl_passages(path: Path) -> Iterator[tuple[str, str, str]]:
+def _jsonl_passages(path: Path, need_ids: bool) -> Iterator[tuple[str, str, str]]:
     seen, line = SeenIds(), 0
     for line, record in read_jsonl(path):
-        key = first_text(record, ID_FIELDS, path, line)
+        key = first_text(record, ID_FIELDS, path, line) if need_ids else str(line)
         if not seen.add(key):
             raise DataError(f"{path}, line {line}: the id {shown(key)} stands there a second time")
         title = "" if record.get("title") is None else first_text(record, ("title",), path, line)

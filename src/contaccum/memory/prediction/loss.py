@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,8 @@ from contaccum.core.bank import DualBank
 from contaccum.core.finite import Finite
 from contaccum.memory.prediction.trace import Events, Recorder, Trace
 from contaccum.methods.config import TrainConfig
-from contaccum.methods.table import Batches, build_loss, get_method
+from contaccum.methods.loss import build_loss
+from contaccum.methods.table import Batches
 
 STEPS = 3  # recorded: the first, which allocates the bank, and two with a full bank
 FORWARD, BACKWARD, END = 0, 1, 2  # segments of a step
@@ -54,20 +56,9 @@ def accept_arrivals(bank: DualBank) -> None:
 
 def bank_loss(config: TrainConfig) -> ContAccumLoss:
     """The loss that `train` makes of a configuration, around no model."""
-    return build_loss(
-        get_method(config.method),
-        nn.Identity(),  # type: ignore[arg-type]
-        Batches(1, 1, None),  # GradCache's embeddings come from elsewhere; its loss is this one on all of them
-        config.bank_size,
-        config.query_bank,
-        config.similarity,
-        scale=config.scale or {"dot": 1.0, "cosine": 20.0}[config.similarity],
-        cache_hard_negatives=config.cache_hard_negatives,
-        mask_duplicates=config.mask_duplicates,
-        gradient_scale=config.gradient_scale,
-        drift_correction=config.drift_correction,
-        bank_dtype=getattr(torch, config.bank_dtype) if config.bank_dtype else None,
-    )
+    always = replace(config, start_update=0, query_bank_stop_update=None)
+    no_model: Any = nn.Identity()
+    return build_loss(always, no_model, Batches(1, 1, None))  # GradCache's embeddings come from elsewhere; its loss is this one on all
 
 
 def record_loss(config: TrainConfig, samples: int, width: int) -> LossTrace:
