@@ -70,7 +70,7 @@ BAD = {
     "no memory": ({"memory": None}, "give --memory"),
     "dpr": ({"memory": "90MB", "method": "dpr"}, "memory 90MB is too small: dpr with n_local=96.*use gradaccum or contaccum"),
     "n_total": ({"n_total": 0}, "n_total=0"),
-    "length": ({"max_seq_length": 65}, "--seq 65 is longer than the 64 positions"),
+    "length": ({"max_seq_length": 65}, "--max-seq-length 65 is longer than the 64 positions"),
     "precision": ({"precision": "int8"}, "precision 'int8' is unknown; choose one of"),
     "bank": ({"bank": -1}, "bank=-1 is negative"),
     "query bank": ({"query_bank": 999}, "query_bank_size=999 must lie between 0 and bank_size=64"),
@@ -115,7 +115,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
-    common = ("plan", "--model", model_folder, "--seq", "32", "--n-total", "32", "--bank", "16")
+    common = ("plan", "--model", model_folder, "--max-seq-length", "32", "--n-total", "32", "--bank", "16")
     assert run_cli(monkeypatch, *common, "--memory", "500MB", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["n_local"], told["bank"], told["hard_negatives"]) == (32, 16, 1)
@@ -139,7 +139,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     ],
 )
 def test_command_line_refuses_in_one_line(monkeypatch, capsys, model_folder: str, options: tuple[str, ...], message: str) -> None:
-    assert run_cli(monkeypatch, "plan", "--model", model_folder, "--seq", "32", "--n-total", "32", "--bank", "16", *options) == 2
+    assert run_cli(monkeypatch, "plan", "--model", model_folder, "--max-seq-length", "32", "--n-total", "32", "--bank", "16", *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -148,7 +148,9 @@ def test_command_line_refuses_in_one_line(monkeypatch, capsys, model_folder: str
 
 @pytest.mark.skipif(not MINILM.exists(), reason=f"{MINILM.name} is not among the shared models")
 def test_a_model_folder_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(monkeypatch, "plan", "--model", str(MINILM), "--memory", "2GB", "--seq", "128", "--n-local", "16", "--json") == 0
+    assert (
+        run_cli(monkeypatch, "plan", "--model", str(MINILM), "--memory", "2GB", "--max-seq-length", "128", "--n-local", "16", "--json") == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert 1.0e9 < told["peak_bytes"] < 1.5e9
 
@@ -276,7 +278,7 @@ def test_a_plan_tells_the_command_that_trains_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_model(tmp_path, BertConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, intermediate_size=128, vocab_size=70))
-    options = ["--model", str(tmp_path), "--seq", "64", "--n-total", "32", "--drift-correction", "none", "--tied", "--no-verify"]
+    options = ["--model", str(tmp_path), "--max-seq-length", "64", "--n-total", "32", "--drift-correction", "none", "--tied", "--no-verify"]
     assert run_cli(monkeypatch, "plan", "--memory", "150MB", *options) == 0
     told = capsys.readouterr().out.strip().splitlines()[-1]
     assert told.startswith(f"to train so: contaccum train --model {tmp_path} --tied ")

@@ -17,7 +17,7 @@ from sentence_transformers.util import all_gather, all_gather_with_grad, cos_sim
 from torch import Tensor, nn
 
 from contaccum.adapters.text_keys import token_keys
-from contaccum.core.criterion import DualBankInfoNCE, one_of, whole
+from contaccum.core.criterion import DualBankInfoNCE, whole
 from contaccum.towers.speed import countable
 
 _SIMILARITIES = {cos_sim: "cosine", dot_score: "dot"}
@@ -40,13 +40,11 @@ class ContAccumLoss(nn.Module):
     Args:
         model, scale, similarity_fct, gather_across_devices: as in `MultipleNegativesRankingLoss`; `similarity_fct` is `cos_sim` or
             `dot_score`. With `gather_across_devices` every process holds the same bank; without, each its own.
-        directions, partition_mode, hardness_mode, hardness_strength: taken for compatibility. Only the direction "query_to_doc", for
-            which both partition modes are the same, and no hardness weighting go together with a bank.
         micro_batch_size: take the loss on slices of this many samples, one after the other, and average, as gradient accumulation would
             with micro-batches of that size: the same gradients, faster, at the memory of the whole batch. None: the batch as it is.
         bank_size: "auto" takes 8 updates' worth of tuples, at most a sixteenth of the training rows, when a `ContAccumTrainer` or a
             `ContAccumCallback` begins to train (see `contaccum.core.bank_size.auto_bank`); without them 1,024.
-        query_bank_size and the following: as in `DualBankInfoNCE`.
+        bank_options: the other arguments of `DualBankInfoNCE`, from `query_bank_size` on.
     """
 
     def __init__(
@@ -55,35 +53,15 @@ class ContAccumLoss(nn.Module):
         scale: float = 20.0,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
         gather_across_devices: bool = False,
-        directions: tuple[str, ...] = ("query_to_doc",),
-        partition_mode: str = "joint",
-        hardness_mode: str | None = None,
-        hardness_strength: float = 0.0,
         *,
         micro_batch_size: int | None = None,
         bank_size: int | str = "auto",
-        query_bank_size: int | None = None,
-        past_encoder: bool = True,
-        cache_hard_negatives: bool = True,
-        mask_duplicates: bool = True,
-        gradient_scale: str = "in-batch",
-        drift_correction: str | None = "auto",
-        start_update: int = 0,
-        query_bank_stop_update: int | None = None,
-        bank_dtype: torch.dtype | None = None,
+        **bank_options: Any,
     ) -> None:
         super().__init__()
         if similarity_fct not in _SIMILARITIES:
             name = getattr(similarity_fct, "__name__", similarity_fct)
             raise ValueError(f"similarity_fct={name} has no closed form here; use sentence_transformers.util.cos_sim or dot_score")
-        if tuple([directions] if isinstance(directions, str) else directions or ()) != ("query_to_doc",):
-            raise ValueError(
-                f"directions={directions!r} cannot be combined with a bank, whose kept scores are those of queries with passages; "
-                'use ("query_to_doc",)'
-            )
-        if hardness_mode is not None:
-            raise ValueError(f"hardness_mode={hardness_mode!r} would change scores that the bank keeps; use None")
-        one_of("partition_mode", partition_mode, ("joint", "per_direction"))
         if micro_batch_size is not None and whole("micro_batch_size", micro_batch_size) < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1, or None for the whole batch")
         self.micro_batch_size = micro_batch_size
@@ -94,15 +72,7 @@ class ContAccumLoss(nn.Module):
             bank_size=bank_size,
             scale=scale,
             similarity=_SIMILARITIES[similarity_fct],
-            query_bank_size=query_bank_size,
-            past_encoder=past_encoder,
-            cache_hard_negatives=cache_hard_negatives,
-            mask_duplicates=mask_duplicates,
-            gradient_scale=gradient_scale,
-            drift_correction=drift_correction,
-            start_update=start_update,
-            query_bank_stop_update=query_bank_stop_update,
-            bank_dtype=bank_dtype,
+            **bank_options,
         )
 
     @property

@@ -75,8 +75,8 @@ def _saved(folder: Path, split: str) -> Dataset:
 def _from_jsonl(path: Path) -> Dataset:
     columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
     for line, record in read_jsonl(path):
-        columns["query"].append(text_field(record, "query", path, line))
-        columns["positive"].append(text_field(record, "positive", path, line))
+        columns["query"].append(text_field(record, "query", f"{path}, line {line}"))
+        columns["positive"].append(text_field(record, "positive", f"{path}, line {line}"))
         if "negative" in record:
             record.setdefault("negatives", [record["negative"]])
         for name in ("negatives", "answers"):

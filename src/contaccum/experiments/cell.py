@@ -1,20 +1,16 @@
 """One cell: train, search and judge, or measure; the result is one JSON file that appears when it is whole.
 
-`python -m contaccum.experiments.cell` serves: it takes folders from standard input, one a line, reads FOLDER/cell.json, writes
-FOLDER/result.json with what was printed in FOLDER/cell.log, and answers "done" or "failed". One process for many cells spares each of them
-the imports and the device's start.
+`python -m contaccum.experiments.cell FOLDER` reads FOLDER/cell.json and writes FOLDER/result.json.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -129,46 +125,18 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def serve() -> None:
-    """Cells by their folders until the input ends, or one fails: what it left of the process is not for the next."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        folder = Path(line.rstrip("\n"))
-        with open(folder / "cell.log", "ab") as log:
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
-        try:
-            run_cell(folder)
-            _forget()
-            answer = "done"
-        except Exception:  # told by whoever asked, from the log
-            traceback.print_exc()
-            answer = "failed"
-        sys.stdout.flush()  # into this cell's log
-        sys.stderr.flush()
-        print(answer, file=answers, flush=True)
-        if answer == "failed":
-            return
-
-
-def _end_with(parent: int) -> None:
+def end_with_parent() -> None:
     """A process whose parent was killed would go on beside the one that the same command starts next."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+    parent = os.getppid()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
 
-def _forget() -> None:
-    """Give back what a cell held, and its memory limit and peak."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":
-    serve()
+    end_with_parent()
+    run_cell(Path(sys.argv[1]))

@@ -104,7 +104,7 @@ def _nothing_fits(planner: Planner, config: TrainConfig) -> str:
     checkpointing = " and gradient checkpointing" if smallest.gradient_checkpointing else ""
     what = f"{config.method} with n_local={smallest.n_local}, {config.max_seq_length} tokens, {config.precision}{checkpointing}"
     fitting = [options for options, changed, _ in _changes(planner, smallest) if planner.largest(changed) is not None]
-    remedy = f"{fitting[0]} would fit" if fitting else "use a smaller model, a shorter --seq or more memory"
+    remedy = f"{fitting[0]} would fit" if fitting else "use a smaller model, a shorter --max-seq-length or more memory"
     if get_method(config.method).whole:
         remedy = "use gradaccum or contaccum, whose micro-batches can be smaller"
     return f"memory {config.memory} is too small: {what} needs {gigabytes(needed)}, {_room(planner)}; {remedy}"

@@ -40,7 +40,9 @@ def verified(plan: Plan, planner: Planner, fixed: bool = False, larger: bool = T
         best = measured or best
         low, high = (place + 1, high) if measured is not None else (low, place)
     if best is None:
-        raise ValueError(f"n_local={sizes[0]} did not run in {planner.room / 1e9:.2f} GB on this GPU; use more memory or a shorter --seq")
+        raise ValueError(
+            f"n_local={sizes[0]} did not run in {planner.room / 1e9:.2f} GB on this GPU; use more memory or a shorter --max-seq-length"
+        )
     fit = planner.predict(replace(plan.config, n_local=best.n_local))
     return replace(plan, config=fit.config, prediction=fit.prediction, measured=best)
 

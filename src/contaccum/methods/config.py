@@ -29,75 +29,91 @@ NOT_NEGATIVE = (
 AUTO = 0  # n_local before it is planned
 
 
-def option(default: Any, text: str, accepts: str | None = None) -> Any:
+FIRST = "The ten that matter first"
+DATA, MODEL, METHOD, SCHEDULE = "Data", "Model", "Method", "Schedule"
+MEMORY, SAVING, EVALUATION = "Memory and speed", "Saving and logging", "Evaluation during training"
+GROUPS = (FIRST, DATA, MODEL, METHOD, SCHEDULE, MEMORY, SAVING, EVALUATION)  # as `contaccum train --help` shows them
+
+
+def option(group: str, default: Any, text: str, accepts: str | None = None) -> Any:
     """A field with its help; `accepts`: a word that may be given in place of a number."""
-    return field(default=default, metadata={"help": text, "accepts": accepts})
+    return field(default=default, metadata={"help": text, "accepts": accepts, "group": group})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """All that decides a run. The defaults are the paper's for Natural Questions, but for the bank, its correction, gradients and names."""
 
-    data: str = option("", "training set: a BEIR folder, a .jsonl file or a saved data set")
-    output: str = option("", "run folder to write")
-    model: str = option("bert-base-uncased", "hub name, model folder, folder with a pair of encoders, or DPR checkpoint")
-    passage_model: str | None = option(None, "the passage tower's source, where it is another")
-    tokenizer: str | None = option(None, "the tokenizer's source, where the model has none")
-    tied: bool = option(False, "one tower for queries and passages")
-    pooling: str = option("cls", "cls, mean or lasttoken")
-    similarity: str = option("dot", "dot or cosine")
-    scale: float | None = option(None, "factor on the similarity; left out: 1 for dot, 20 for cosine")
-    max_seq_length: int = option(256, "tokens per text")
-    method: str = option("contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
-    n_total: int = option(128, "samples per update, over all processes")
-    n_local: int = option(8, "samples whose activations fit in memory at once, per process; auto: what fits in --memory", accepts="auto")
-    whole_updates: bool = option(False, "encode n_total at once, micro-losses on slices: the same gradients, faster, for large memories")
-    bank: int | str = option("auto", "tuples in the bank; auto: 8 updates' worth, at most a sixteenth of the rows", accepts="auto")
-    query_bank: int | None = option(None, "queries in the bank, where fewer")
-    start_update: int = option(0, "updates before which there is no bank")
-    query_bank_stop_update: int | None = option(None, "update from which on the query bank is off")
-    cache_hard_negatives: bool = option(True, "bank hard negatives too")
-    mask_duplicates: bool = option(True, "equal texts are never each other's negatives")
+    data: str = option(FIRST, "", "training set: a BEIR folder, a .jsonl file or a saved data set")
+    output: str = option(FIRST, "", "run folder to write")
+    model: str = option(FIRST, "bert-base-uncased", "hub name, model folder, folder with a pair of encoders, or DPR checkpoint")
+    passage_model: str | None = option(MODEL, None, "the passage tower's source, where it is another")
+    tokenizer: str | None = option(MODEL, None, "the tokenizer's source, where the model has none")
+    tied: bool = option(MODEL, False, "one tower for queries and passages")
+    pooling: str = option(MODEL, "cls", "cls, mean or lasttoken")
+    similarity: str = option(MODEL, "dot", "dot or cosine")
+    scale: float | None = option(MODEL, None, "factor on the similarity; left out: 1 for dot, 20 for cosine")
+    max_seq_length: int = option(MODEL, 256, "tokens per text")
+    method: str = option(FIRST, "contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
+    n_total: int = option(FIRST, 128, "samples per update, over all processes")
+    n_local: int = option(
+        FIRST, 8, "samples whose activations fit in memory at once, per process; auto: what fits in --memory", accepts="auto"
+    )
+    whole_updates: bool = option(
+        MEMORY, False, "encode n_total at once, micro-losses on slices: the same gradients, faster, for large memories"
+    )
+    bank: int | str = option(FIRST, "auto", "tuples in the bank; auto: 8 updates' worth, at most a sixteenth of the rows", accepts="auto")
+    query_bank: int | None = option(METHOD, None, "queries in the bank, where fewer")
+    start_update: int = option(METHOD, 0, "updates before which there is no bank")
+    query_bank_stop_update: int | None = option(METHOD, None, "update from which on the query bank is off")
+    cache_hard_negatives: bool = option(METHOD, True, "bank hard negatives too")
+    mask_duplicates: bool = option(METHOD, True, "equal texts are never each other's negatives")
     drift_correction: str | None = option(
+        METHOD,
         "auto",
         "mean: read stored vectors with the present mean; mean+zero-sum: and take their mean off the passages' gradients; "
         "none: neither, as the paper; auto: mean+zero-sum where the bank holds vectors of older weights",
     )
-    gradient_scale: str = option("in-batch", "of gradients: in-batch, as without a bank; paper: divided by the banked rows too")
-    bank_dtype: str | None = option(None, "precision of the bank: float32 or bfloat16")
-    hard_negatives: int | None = option(None, "hard negatives per query, drawn anew each epoch; left out: 1 where the data has them")
-    epochs: float = option(40, "passes over the data")
-    max_updates: int | None = option(None, "stop after this many updates instead")
-    lr: float = option(2e-5, "peak learning rate")
-    warmup_updates: int = option(1237, "updates of linear warm-up; a tenth of the run where it is shorter than that")
-    weight_decay: float = option(0.0, "AdamW's weight decay")
-    adam_eps: float = option(1e-8, "AdamW's epsilon")
-    max_grad_norm: float = option(2.0, "gradient clipping; 0: none")
-    precision: str = option("fp32", "fp32, bf16 or fp16 (autocast)")
-    memory: str | None = option(None, "hold the CUDA allocator to this, as 11GB")
-    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    torch_compile: bool = option(False, "compile the towers' layers, which takes its time at the start")
+    gradient_scale: str = option(METHOD, "in-batch", "of gradients: in-batch, as without a bank; paper: divided by the banked rows too")
+    bank_dtype: str | None = option(METHOD, None, "precision of the bank: float32 or bfloat16")
+    hard_negatives: int | None = option(DATA, None, "hard negatives per query, drawn anew each epoch; left out: 1 where the data has them")
+    epochs: float = option(FIRST, 40, "passes over the data")
+    max_updates: int | None = option(SCHEDULE, None, "stop after this many updates instead")
+    lr: float = option(FIRST, 2e-5, "peak learning rate")
+    warmup_updates: int = option(SCHEDULE, 1237, "updates of linear warm-up; a tenth of the run where it is shorter than that")
+    weight_decay: float = option(SCHEDULE, 0.0, "AdamW's weight decay")
+    adam_eps: float = option(SCHEDULE, 1e-8, "AdamW's epsilon")
+    max_grad_norm: float = option(SCHEDULE, 2.0, "gradient clipping; 0: none")
+    precision: str = option(MEMORY, "fp32", "fp32, bf16 or fp16 (autocast)")
+    memory: str | None = option(FIRST, None, "hold the CUDA allocator to this, as 11GB")
+    gradient_checkpointing: bool = option(MEMORY, False, "recompute activations in the backward pass")
+    torch_compile: bool = option(MEMORY, False, "compile the towers' layers, which takes its time at the start")
     unpad: bool | None = option(
+        MEMORY,
         None,
         "compute no padding: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-RoBERTa; left out: in half precision on NVIDIA GPUs since Ampere",
     )
-    cuda_graphs: bool = option(False, "launch a tower's layers at once, for micro-batches too small to fill the GPU; the same encoders")
-    tf32: bool = option(False, "fp32 matrix products with 10 bits of mantissa instead of 23, on NVIDIA GPUs since Ampere")
-    seed: int = option(42, "seed of weights, order, dropout and drawn negatives")
-    split: str = option("train", "split of a BEIR folder to train on")
-    limit: int | None = option(None, "train on the first so many rows")
-    save_every: int = option(500, "updates between checkpoints; 0: none")
-    keep_checkpoints: int = option(2, "checkpoints kept")
-    log_every: int = option(10, "updates between writes to the log")
-    diagnose_every: int = option(10, "updates between timings in diagnostics.jsonl; 0: no diagnostics")
-    drift_every: int = option(0, "updates between measurements of the bank's drift by age; 0: none")
-    dev: str | None = option(None, "BEIR folder or prepared set whose dev queries are searched during training; the best model is kept")
-    dev_split: str = option("dev", "its split")
-    dev_every: int = option(100, "updates between such searches")
-    dev_metric: str = option("MRR@10", "chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
-    dev_passages: int | None = option(None, "search the dev queries' relevant passages and this many others instead of all")
-    workers: int | None = option(None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
-    report_to: str = option("none", "none, tensorboard, wandb, ...")
+    cuda_graphs: bool = option(
+        MEMORY, False, "launch a tower's layers at once, for micro-batches too small to fill the GPU; the same encoders"
+    )
+    tf32: bool = option(MEMORY, False, "fp32 matrix products with 10 bits of mantissa instead of 23, on NVIDIA GPUs since Ampere")
+    seed: int = option(DATA, 42, "seed of weights, order, dropout and drawn negatives")
+    split: str = option(DATA, "train", "split of a BEIR folder to train on")
+    limit: int | None = option(DATA, None, "train on the first so many rows")
+    save_every: int = option(SAVING, 500, "updates between checkpoints; 0: none")
+    keep_checkpoints: int = option(SAVING, 2, "checkpoints kept")
+    log_every: int = option(SAVING, 10, "updates between writes to the log")
+    diagnose_every: int = option(SAVING, 10, "updates between timings in diagnostics.jsonl; 0: no diagnostics")
+    drift_every: int = option(SAVING, 0, "updates between measurements of the bank's drift by age; 0: none")
+    dev: str | None = option(
+        EVALUATION, None, "BEIR folder or prepared set whose dev queries are searched during training; the best model is kept"
+    )
+    dev_split: str = option(EVALUATION, "dev", "its split")
+    dev_every: int = option(EVALUATION, 100, "updates between such searches")
+    dev_metric: str = option(EVALUATION, "MRR@10", "chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
+    dev_passages: int | None = option(EVALUATION, None, "search the dev queries' relevant passages and this many others instead of all")
+    workers: int | None = option(DATA, None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
+    report_to: str = option(SAVING, "none", "none, tensorboard, wandb, ...")
 
     @property
     def bank_size(self) -> int:

@@ -61,21 +61,26 @@ def encode(
     token_cache: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Write the vectors of `texts` to the folder `output`, which `Vectors` reads, and return a summary.
+    """Turn texts into vectors: a folder of shards, which `Vectors` reads.
 
     They equal `model.encode_document` (with `queries`: `encode_query`) up to rounding; of a model whose similarity is cosine, with
     `normalize_embeddings=True`, so that search is always by inner product. Run again after an interruption, it keeps the shards that
     are there: the files are the same as without one. Under torchrun the processes share the shards.
 
     Args:
-        model: folder or name of a SentenceTransformer, or the object.
-        texts: what `read_collection_of` reads, or with `queries` what `read_queries` reads; `split` is for queries.
-        dtype: "float16" or "float32", of the stored vectors.
-        max_seq_length: tokens per text; None: the model's own.
-        tokens_per_batch: None: 4,096 on a CPU, 65,536 on a GPU.
-        precision: of the computation, "fp32", "bf16" or "fp16"; None: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and
-            half precision is what is stored; a value that overflows is noticed).
-        token_cache: folder that keeps token ids, so that the next model with the same tokenizer need not tokenise these texts again.
+        model: trained model, folder or name (in Python also a SentenceTransformer)
+        texts: collection: BEIR folder, passages .tsv or .jsonl (also .gz, .xz); with --queries, queries
+        output: folder of shards to write, or to go on with
+        queries: the texts are queries: BEIR or prepared folder, .json, .jsonl, .csv, .tsv
+        split: queries of this split (BEIR and prepared folders)
+        dtype: of the stored vectors: float16 or float32
+        shard_size: vectors in a file; processes share the work by files
+        max_seq_length: tokens per text; left out: the model's
+        tokens_per_batch: tokens that the model reads at once; left out: 4096 on a CPU, 65536 on a GPU
+        precision: of the computation: fp32, bf16 or fp16; left out: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and half
+            precision is what is stored; a value that overflows is noticed)
+        device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one
+        token_cache: folder that keeps token ids, for encoding the same texts with the next checkpoint
     """
     from contaccum.retrieval.model import model_on_device
 

@@ -34,14 +34,23 @@ def evaluate(
     compare: str | Path | None = None,
     output: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Judge a run: {"queries", "metrics": name -> mean, "per_query": name -> query -> value}, and "comparison" with `compare`.
+    """Judge a run by relevance judgements (NDCG, Recall, MRR, MAP) or by answers (Top@k as DPR computes it).
 
-    "sources" holds the files and options as they were given: `contaccum report` finds the ranking and the texts by them.
+    Returns {"queries", "metrics": name -> mean, "per_query": name -> query -> value}, "comparison" with `compare`, and under "sources"
+    the files and options: `contaccum report` finds the ranking and the texts by them. Top@k is the share of queries with an answer
+    among their first k passages. With `qrels`, queries without answers are no mistake.
 
-    By judgements: `qrels`, a file or a BEIR folder (its `split`, "test" by default), gives `metrics`. By answers: Top@k for each k of
-    `top`, the share of queries with an answer among their first k passages, as DPR computes it (`match` "string" or "regex"); answers
-    and texts are those of `queries` and `collection`, or of the run itself where it is DPR's retriever output (.json). Both may be
-    asked for; with `qrels`, queries without answers are no mistake. `output` receives the same as JSON.
+    Args:
+        run: TREC run file, or DPR's retriever output (.json)
+        qrels: judgements: a qrels .tsv or a BEIR folder
+        queries: queries with answers, as for encode; left out: those in a .json run
+        collection: passages in which answers are looked up
+        split: split of --qrels or --queries, where a folder; left out: test for qrels
+        match: answers are string or regex (CuratedTREC)
+        metrics: by qrels: NDCG, Recall, MRR, MAP, P at a rank (default NDCG@10,Recall@100,MRR@10,MAP@100)
+        top: ranks of Top@k by answers (default 1,5,20,100)
+        compare: another run: difference, paired t-test, effect, 95% interval
+        output: JSON file to write, with a value per query
     """
     if not top or min(top) < 1:
         raise ValueError(f"top={list(top)} must be numbers of passages, 1 or more")

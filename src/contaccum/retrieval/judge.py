@@ -43,8 +43,8 @@ def judge(
         qrels: judgements, a qrels .tsv or a BEIR folder; left out: those of the BEIR folder, or answers decide
         split: of queries and judgements in a folder; left out: test
         match: answers are string or regex (CuratedTREC)
-        metrics: by judgements: NDCG, Recall, MRR, MAP, P at a rank
-        top: ranks of Top@k by answers
+        metrics: by judgements: NDCG, Recall, MRR, MAP, P at a rank (default NDCG@10,Recall@100,MRR@10,MAP@100)
+        top: ranks of Top@k by answers (default 1,5,20,100)
         k: passages ranked for each query
         dtype: of the vectors: float16 or float32
         device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one

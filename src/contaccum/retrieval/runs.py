@@ -80,15 +80,13 @@ def _score(score: Any) -> float:
 
 def read_dpr_results(path: Path) -> Iterator[tuple[Query, list[Hit], list[str]]]:
     """(query with its answers, hits, the hits' texts) for every record of DPR's retriever output."""
-    for number, (line, record) in enumerate(read_array(path)):
+    for number, (place, record) in enumerate(read_array(path)):
         try:
             query = Query(str(record.get("id", number)), str(record["question"]), [str(answer) for answer in record.get("answers", [])])
             passages = record["ctxs"]
             yield query, [Hit(str(p["id"]), _score(p["score"])) for p in passages], [str(p["text"]) for p in passages]
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{path}, line {line}: no record of DPR's retriever output ({error!r}); give 'question', 'answers', 'ctxs'"
-            ) from error
+            raise DataError(f"{place}: no record of DPR's retriever output ({error!r}); give 'question', 'answers', 'ctxs'") from error
 
 
 def write_dpr_results(path: str | Path, run: Run, queries: Iterable[Query], collection: str | Path, match: str = "string") -> None:

@@ -38,11 +38,11 @@ def read_entries(path: Path) -> Iterator[tuple[str, str, str]]:
     """(id, title, text) for every line of a corpus or queries file, as a stream; a title that is missing is empty."""
     seen, line = SeenIds(), 0
     for line, record in read_jsonl(path):
-        key = text_field(record, "_id", path, line)
+        key = text_field(record, "_id", f"{path}, line {line}")
         if not seen.add(key):
             raise DataError(f"{path}, line {line}: the id {shown(key)} stands there a second time")
-        title = "" if record.get("title") is None else text_field(record, "title", path, line)
-        yield key, title, text_field(record, "text", path, line)
+        title = "" if record.get("title") is None else text_field(record, "title", f"{path}, line {line}")
+        yield key, title, text_field(record, "text", f"{path}, line {line}")
     if not line:
         raise DataError(f"{path} is empty")
 

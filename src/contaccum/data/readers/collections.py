@@ -51,10 +51,10 @@ def count_lines(path: str | Path) -> int:
 def _jsonl_passages(path: Path, need_ids: bool) -> Iterator[tuple[str, str, str]]:
     seen, line = SeenIds(), 0
     for line, record in read_jsonl(path):
-        key = first_text(record, ID_FIELDS, path, line) if need_ids else str(line)
+        key = first_text(record, ID_FIELDS, f"{path}, line {line}") if need_ids else str(line)
         if not seen.add(key):
             raise DataError(f"{path}, line {line}: the id {shown(key)} stands there a second time")
-        title = "" if record.get("title") is None else first_text(record, ("title",), path, line)
-        yield key, title, first_text(record, ("text",), path, line)
+        title = "" if record.get("title") is None else first_text(record, ("title",), f"{path}, line {line}")
+        yield key, title, first_text(record, ("text",), f"{path}, line {line}")
     if not line:
         raise DataError(f"{path} is empty")

@@ -43,20 +43,17 @@ def normalize_question(question: str) -> str:
     return question.replace("’", "'")
 
 
-def read_dpr(path: Path) -> Iterator[tuple[int, DprRecord]]:
-    """(line on which it begins, record) for every record of a retriever file."""
+def read_dpr(path: Path) -> Iterator[DprRecord]:
+    """Every record of a retriever file."""
     empty = True
-    for line, record in read_array(path):
+    for place, record in read_array(path):
         empty = False
-        yield (
-            line,
-            DprRecord(
-                question=normalize_question(text_field(record, "question", path, line)),
-                answers=_texts(record, "answers", path, line),
-                positives=_passages(record, "positive_ctxs", path, line, required=True),
-                negatives=_passages(record, "negative_ctxs", path, line),
-                hard_negatives=_passages(record, "hard_negative_ctxs", path, line),
-            ),
+        yield DprRecord(
+            question=normalize_question(text_field(record, "question", place)),
+            answers=_texts(record, "answers", place),
+            positives=_passages(record, "positive_ctxs", place, required=True),
+            negatives=_passages(record, "negative_ctxs", place),
+            hard_negatives=_passages(record, "hard_negative_ctxs", place),
         )
     if empty:
         raise DataError(f"{path} holds no records")
@@ -68,9 +65,9 @@ def training_rows(path: Path, tally: Tally, require_negatives: bool | None = Non
     Records without a positive are dropped and counted; so are those without any negative. `require_negatives=False` keeps the latter;
     None, the default, keeps them where no record of the file has a negative, that is, where they are still to be mined.
     """
-    if require_negatives is None and not (require_negatives := any(record.training_negatives() for _, record in read_dpr(path))):
+    if require_negatives is None and not (require_negatives := any(record.training_negatives() for record in read_dpr(path))):
         tally.notes.append(f"{path.name} holds no negatives at all: its records are kept without; `contaccum mine` finds some")
-    for _, record in read_dpr(path):
+    for record in read_dpr(path):
         negatives = record.training_negatives()
         if not record.positives:
             tally.dropped["without a positive"] += 1
@@ -95,28 +92,28 @@ def find_retriever_files(folder: Path) -> dict[str, Path]:
     return {split: found[split] for split in ("train", "dev", "test") if split in found}
 
 
-def _texts(record: dict[str, Any], name: str, path: Path, line: int) -> list[str]:
+def _texts(record: dict[str, Any], name: str, place: str) -> list[str]:
     values = record.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise DataError(f"{path}, line {line}: {name!r} must be a list of texts, not {shown(values)}")
-    return [checked_text(value, name, f"{path}, line {line}") for value in values]
+        raise DataError(f"{place}: {name!r} must be a list of texts, not {shown(values)}")
+    return [checked_text(value, name, place) for value in values]
 
 
-def _passages(record: dict[str, Any], name: str, path: Path, line: int, required: bool = False) -> list[Passage]:
+def _passages(record: dict[str, Any], name: str, place: str, required: bool = False) -> list[Passage]:
     if required and name not in record:
-        raise DataError(f"{path}, line {line}: no {name!r}; fields there: {listed(record)}")
+        raise DataError(f"{place}: no {name!r}; fields there: {listed(record)}")
     passages = record.get(name, [])
     if not isinstance(passages, list):
-        raise DataError(f"{path}, line {line}: {name!r} must be a list of passages, not {shown(passages)}")
-    return [_passage(passage, name, path, line) for passage in passages]
+        raise DataError(f"{place}: {name!r} must be a list of passages, not {shown(passages)}")
+    return [_passage(passage, name, place) for passage in passages]
 
 
-def _passage(passage: Any, name: str, path: Path, line: int) -> Passage:
+def _passage(passage: Any, name: str, place: str) -> Passage:
     if not isinstance(passage, dict):
-        raise DataError(f"{path}, line {line}: a passage of {name!r} must be an object with 'title' and 'text', not {shown(passage)}")
-    title = "" if passage.get("title") is None else text_field(passage, "title", path, line)
+        raise DataError(f"{place}: a passage of {name!r} must be an object with 'title' and 'text', not {shown(passage)}")
+    title = "" if passage.get("title") is None else text_field(passage, "title", place)
     key = passage.get("passage_id", passage.get("psg_id", ""))
-    return Passage(str(key), title, text_field(passage, "text", path, line))
+    return Passage(str(key), title, text_field(passage, "text", place))
 
 
 def read_passages(path: Path) -> Iterator[tuple[str, str, str]]:

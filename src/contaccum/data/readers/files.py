@@ -58,15 +58,15 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _decoded(raw: bytes, path: Path, number: int) -> str:
     if len(raw) > MAX_RECORD_BYTES:
-        raise too_long(path, number)
+        raise too_long(f"{path}, line {number}")
     try:
         return (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).decode("utf-8")
     except UnicodeDecodeError as error:
         raise not_utf8(path, number, error) from error
 
 
-def too_long(path: Path, line: int) -> DataError:
-    return DataError(f"{path}, line {line}: a record of more than {MAX_RECORD_BYTES // 2**20} MB; is this the right file and format?")
+def too_long(place: str) -> DataError:
+    return DataError(f"{place}: a record of more than {MAX_RECORD_BYTES // 2**20} MB; is this the right file and format?")
 
 
 def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
@@ -93,20 +93,20 @@ def _object(line: str, path: Path, number: int) -> dict[str, Any]:
     return record
 
 
-def text_field(record: dict[str, Any], name: str, path: Path, line: int) -> str:
+def text_field(record: dict[str, Any], name: str, place: str) -> str:
     value = record.get(name)
     if not isinstance(value, str):
-        raise DataError(f"{path}, line {line}: no text under {name!r}; fields there: {listed(record)}")
-    return checked_text(value, name, f"{path}, line {line}")
+        raise DataError(f"{place}: no text under {name!r}; fields there: {listed(record)}")
+    return checked_text(value, name, place)
 
 
-def first_text(record: dict[str, Any], names: tuple[str, ...], path: Path, line: int) -> str:
+def first_text(record: dict[str, Any], names: tuple[str, ...], place: str) -> str:
     """The first of these fields that a record has."""
     for name in names:
         value = record.get(name)
         if isinstance(value, str) or (name in ID_FIELDS and isinstance(value, int) and not isinstance(value, bool)):
-            return checked_text(str(value), name, f"{path}, line {line}")
-    raise DataError(f"{path}, line {line}: no text under {' or '.join(map(repr, names))}; fields there: {listed(record)}")
+            return checked_text(str(value), name, place)
+    raise DataError(f"{place}: no text under {' or '.join(map(repr, names))}; fields there: {listed(record)}")
 
 
 def checked_text(value: str, name: str, place: str) -> str:

@@ -76,15 +76,14 @@ def _prepared_queries(folder: Path, split: str | None) -> Iterator[Query]:
 
 
 def _dpr_queries(path: Path) -> Iterator[Query]:
-    for number, (line, record) in enumerate(read_array(path)):
-        yield Query(
-            str(record.get("id", number)), normalize_question(first_text(record, ("question",), path, line)), _answers(record, path, line)
-        )
+    for number, (place, record) in enumerate(read_array(path)):
+        yield Query(str(record.get("id", number)), normalize_question(first_text(record, ("question",), place)), _answers(record, place))
 
 
 def _jsonl_queries(path: Path) -> Iterator[Query]:
     for line, record in read_jsonl(path):
-        yield Query(first_text(record, ID_FIELDS, path, line), first_text(record, QUERY_FIELDS, path, line), _answers(record, path, line))
+        place = f"{path}, line {line}"
+        yield Query(first_text(record, ID_FIELDS, place), first_text(record, QUERY_FIELDS, place), _answers(record, place))
 
 
 def _qa_queries(path: Path) -> Iterator[Query]:
@@ -100,8 +99,8 @@ def _qa_queries(path: Path) -> Iterator[Query]:
             ) from error
 
 
-def _answers(record: dict[str, Any], path: Path, line: int) -> list[str]:
+def _answers(record: dict[str, Any], place: str) -> list[str]:
     answers = record.get("answers", [])
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise DataError(f"{path}, line {line}: 'answers' must be a list of texts, not {shown(answers)}")
+        raise DataError(f"{place}: 'answers' must be a list of texts, not {shown(answers)}")
     return list(answers)

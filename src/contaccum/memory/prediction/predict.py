@@ -107,7 +107,7 @@ def check(config: TrainConfig, query_tokens: int | None = None) -> None:
         raise ValueError(f"bank_dtype {config.bank_dtype!r} is unknown; choose float32 or bfloat16")
     if (config.hard_negatives or 0) < 0:
         raise ValueError(f"hard_negatives={config.hard_negatives} is negative; use 0 or more")
-    for name, tokens in (("--seq", config.max_seq_length), ("--query-seq", query_tokens)):
+    for name, tokens in (("--max-seq-length", config.max_seq_length), ("--max-query-length", query_tokens)):
         if tokens is not None and tokens < 2:
             raise ValueError(f"{name} {tokens} is too short; use at least 2 tokens")
     check_bank(config.bank)

@@ -92,7 +92,9 @@ def longest(model: Source, passage_model: Source | None, tokens: int) -> int:
 def _check_length(config: PretrainedConfig, tokens: int) -> None:
     room = getattr(config, "max_position_embeddings", None)
     if room is not None and tokens > room:
-        raise ValueError(f"--seq {tokens} is longer than the {room} positions of the {config.model_type} model; use at most {room}")
+        raise ValueError(
+            f"--max-seq-length {tokens} is longer than the {room} positions of the {config.model_type} model; use at most {room}"
+        )
 
 
 class Encoder(nn.Module):
