@@ -13,7 +13,7 @@ from contaccum import ContAccumTrainer, dual_encoder
 from contaccum.data.training_set import load_training_set, negative_columns, with_hard_negatives
 from contaccum.methods.config import TrainConfig
 from contaccum.methods.loss import build_loss
-from contaccum.methods.table import METHODS, cut
+from contaccum.methods.table import METHODS, split_update
 from contaccum.towers.speed import unpad_towers
 
 
@@ -28,7 +28,7 @@ def main(model_folder: str, data: str, output: str) -> None:
                     module.p = 0.0  # processes draw apart
             if processes > 1 and hard_negatives:
                 unpad_towers(model)  # which computes the same
-            batches = cut(method, 16, 8 // processes, processes)
+            batches = split_update(method, 16, 8 // processes, processes)
             config = TrainConfig(method=name, bank=20, query_bank=13, similarity="cosine")
             loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
             table, _ = with_hard_negatives(load_training_set(data), hard_negatives, seed=0)

@@ -14,7 +14,7 @@ from contaccum.cli import main
 from contaccum.cli.bench import table
 from contaccum.experiments import bench
 from contaccum.experiments.bench import Case, measure, measure_cases, operations
-from contaccum.experiments.workloads import SIZES, WAYS, OfficialLoss, Workload, fill_bank, random_features, random_lengths
+from contaccum.experiments.workloads import SIZES, VARIANTS, OfficialLoss, Workload, fill_bank, random_features, random_lengths
 from contaccum.towers.speed import UNPADDED, compile_towers, encoders
 from contaccum.training.diagnostics import Diagnostics
 
@@ -34,7 +34,9 @@ def test_ways_take_turns_on_one_model(monkeypatch) -> None:
 
 
 def test_the_papers_bank_and_ours_are_measured_apart(tiny_encoder) -> None:
-    corrections = {name: WAYS[name].build(tiny_encoder(), SMALL).criterion.drift_correction for name in WAYS if "contaccum" in name[:9]}
+    corrections = {
+        name: VARIANTS[name].build(tiny_encoder(), SMALL).criterion.drift_correction for name in VARIANTS if "contaccum" in name[:9]
+    }
     assert corrections == {"contaccum": None, "contaccum (default)": DualBankInfoNCE().drift_correction}
 
 
@@ -159,7 +161,7 @@ def test_mistakes_are_one_clear_line(changes, told) -> None:
 def test_command_writes_rows_with_their_provenance(tmp_path, monkeypatch, capsys) -> None:
     file = tmp_path / "rows.json"
     words = "--model tiny --n-total 4 --n-local 2 --bank 8 --query-tokens 4 --passage-tokens 8 --rounds 1 --updates 1 --unpad"
-    monkeypatch.setattr("sys.argv", ["contaccum", "bench", *words.split(), "--ways", "gradaccum", "--output", str(file)])
+    monkeypatch.setattr("sys.argv", ["contaccum", "bench", *words.split(), "--variants", "gradaccum", "--output", str(file)])
     with pytest.raises(SystemExit) as end:
         main()
     assert not end.value.code

@@ -106,7 +106,7 @@ def test_ages_count_peak_lr_updates() -> None:
 
 
 def test_without_past_encoder_the_bank_is_empty_after_an_update() -> None:
-    criterion = DualBankInfoNCE(bank_size=8, past_encoder=False)
+    criterion = DualBankInfoNCE(bank_size=8, clear_after_update=True)
     criterion(*batch(seed=0))
     assert len(criterion.bank) == 4
     criterion.after_update()

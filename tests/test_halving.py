@@ -271,7 +271,7 @@ def test_recorded_layers_make_room_for_the_optimizer(tiny_encoder, by_hand, tmp_
     recordings: list[int] = []
 
     def look(*_: Any) -> None:
-        recordings.append(sum(len(lane.recordings) for stack in graphed(model) for lane in stack.lanes))
+        recordings.append(sum(len(pool.recordings) for stack in graphed(model) for pool in stack.pools))
 
     plain = trained(tiny_encoder(), tmp_path / "plain", optim=optim)
     model = tiny_encoder()
@@ -306,4 +306,4 @@ def test_real_memory_runs_out_and_training_goes_on(tmp_path: Path, graphs: bool)
     assert trainer.halvings > 0
     assert trainer.loss.criterion.bank.count == 3 * 256
     assert torch.cuda.max_memory_reserved() <= 600_000_000
-    assert not graphs or all(any(lane.recordings for lane in stack.lanes) for stack in graphed(model))
+    assert not graphs or all(any(pool.recordings for pool in stack.pools) for stack in graphed(model))

@@ -84,7 +84,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "mask_duplicates": draw(st.booleans()),
         "cache_hard_negatives": draw(st.booleans()),
         "drift_correction": draw(st.sampled_from([None, None, "mean", "mean+zero-sum"])),
-        "past_encoder": draw(st.sampled_from([True, True, True, False])),
+        "clear_after_update": draw(st.sampled_from([False, False, False, True])),
         "start_update": draw(st.sampled_from([0, 0, 0, 2])),
         "query_bank_stop_update": draw(st.sampled_from([None, None, None, 3])),
     }

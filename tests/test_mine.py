@@ -165,7 +165,7 @@ def test_command_prints_json(prepared: Path, monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--method", "magic"], "method='magic' is unknown; choose one of bm25, dense, given"),
+        (["--method", "magic"], "method='magic' is unknown; choose one of bm25, dense, existing"),
         (["--method", "dense"], "needs the folder or name of a trained model"),
         (["--split", "valid"], "has no split 'valid'; it has train, dev, test"),
         (["--split", "dev", "--split", "dev"], "none twice"),

@@ -121,7 +121,7 @@ def test_dense_mining_and_denoising_from_files(prepared: Path, tiny_encoder: Cal
     mine(prepared / "prepared", prepared / "passages.tsv", prepared / "dense", **options)
     dense = load_training_set(prepared / "dense")["negatives"][:]
     assert [len(texts) for texts in dense] == [3, 3]
-    mine(prepared / "dense", None, prepared / "all", method="given", cross_encoder=cross_encoder_folder, margin=-1e9)
+    mine(prepared / "dense", None, prepared / "all", method="existing", cross_encoder=cross_encoder_folder, margin=-1e9)
     assert load_training_set(prepared / "all")["negatives"][:] == dense
-    summary = mine(prepared / "dense", None, prepared / "none", method="given", cross_encoder=cross_encoder_folder, margin=1e9)
+    summary = mine(prepared / "dense", None, prepared / "none", method="existing", cross_encoder=cross_encoder_folder, margin=1e9)
     assert [summary[name] for name in ("rows", "rows_without_negatives", "negatives", "passages")] == [2, 2, 0, 0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from contaccum.methods.config import TrainConfig, load_config
-from contaccum.methods.table import cut, get_method
+from contaccum.methods.table import get_method, split_update
 from contaccum.towers.speed import compile_towers, encoders, has_flash_attention, unpad_towers, unpads_by_itself
 from contaccum.training.arguments import tokenizing_workers, training_arguments
 from contaccum.training.logfile import read_log
@@ -108,7 +108,7 @@ def test_flash_attention_is_nvidias_and_built(monkeypatch) -> None:
 def test_defaults_of_a_run(fast) -> None:
     config = fast("run")
     assert tokenizing_workers(config) == (2 if torch.cuda.is_available() else 0)
-    arguments = training_arguments(config, cut(get_method(config.method), config.n_total, config.n_local), 1, 64, ["negative"])
+    arguments = training_arguments(config, split_update(get_method(config.method), config.n_total, config.n_local), 1, 64, ["negative"])
     assert arguments.optim == "adamw_torch_fused"
     assert arguments.torch_compile is False  # would compile the whole model, and turn on TF32
     assert arguments.accelerator_config.non_blocking is torch.cuda.is_available()

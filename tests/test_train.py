@@ -22,7 +22,7 @@ from sentence_transformers import SentenceTransformer
 from contaccum.common.sizes import parse_bytes
 from contaccum.data.training_set import load_training_set, with_hard_negatives
 from contaccum.methods.config import TrainConfig, load_config, with_bank
-from contaccum.methods.table import METHODS, cut
+from contaccum.methods.table import METHODS, split_update
 from contaccum.training.logfile import read_log
 from contaccum.training.run import train
 
@@ -147,7 +147,7 @@ def test_rows_without_negatives_are_left_out_and_counted(tmp_path, model_folder,
     ],
 )
 def test_batch_arithmetic(method: str, n_total: int, n_local: int, processes: int, expected: tuple) -> None:
-    batches = cut(METHODS[method], n_total, n_local, processes)
+    batches = split_update(METHODS[method], n_total, n_local, processes)
     assert (batches.per_process, batches.accumulation, batches.mini) == expected
 
 
@@ -167,7 +167,7 @@ def test_sizes_as_people_write_them(text: str, expected: int) -> None:
     ],
 )
 def test_automatic_bank_is_eight_updates_a_sixteenth_of_the_rows_or_a_micro_batch(method, rows, processes, expected) -> None:
-    batches = cut(METHODS[method], 16, 4, processes)
+    batches = split_update(METHODS[method], 16, 4, processes)
     assert with_bank(TrainConfig(n_total=16), batches.micro_batch * processes, rows).bank == expected
     assert with_bank(TrainConfig(n_total=16, bank=7), batches.micro_batch * processes, rows).bank == 7
 

@@ -41,5 +41,5 @@ def last_complete_checkpoint(folder: Path) -> Path:
     numbered = [(int(m.group(1)), p) for p in folder.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))]
     complete = [p for _, p in sorted(numbered) if is_complete(p)]
     if not complete:
-        raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start anew (without --resume)")
+        raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start again (without --resume)")
     return complete[-1]

@@ -17,7 +17,7 @@ from sentence_transformers.util import all_gather, all_gather_with_grad, cos_sim
 from torch import Tensor, nn
 
 from contaccum.adapters.text_keys import token_keys
-from contaccum.core.criterion import DualBankInfoNCE, whole
+from contaccum.core.criterion import DualBankInfoNCE, whole_number
 from contaccum.towers.speed import countable
 
 _SIMILARITIES = {cos_sim: "cosine", dot_score: "dot"}
@@ -35,7 +35,7 @@ class ContAccumLoss(nn.Module):
     """`MultipleNegativesRankingLoss` with a bank of past queries and passages; equal to it with `bank_size=0` and no duplicate texts.
 
     Takes pairs (anchor, positive) or tuples with any number of negatives. Works in a plain `SentenceTransformerTrainer`; use
-    `ContAccumTrainer`, or add a `ContAccumCallback`, for exact resume, for ages and for `past_encoder=False`.
+    `ContAccumTrainer`, or add a `ContAccumCallback`, for exact resume, for ages and for `clear_after_update=True`.
 
     Args:
         model, scale, similarity_fct, gather_across_devices: as in `MultipleNegativesRankingLoss`; `similarity_fct` is `cos_sim` or
@@ -62,7 +62,7 @@ class ContAccumLoss(nn.Module):
         if similarity_fct not in _SIMILARITIES:
             name = getattr(similarity_fct, "__name__", similarity_fct)
             raise ValueError(f"similarity_fct={name} has no closed form here; use sentence_transformers.util.cos_sim or dot_score")
-        if micro_batch_size is not None and whole("micro_batch_size", micro_batch_size) < 1:
+        if micro_batch_size is not None and whole_number("micro_batch_size", micro_batch_size) < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1, or None for the whole batch")
         self.micro_batch_size = micro_batch_size
         self.model = model
@@ -129,7 +129,7 @@ class ContAccumLoss(nn.Module):
             "micro_batch_size": self.micro_batch_size,
             "bank_size": criterion.bank.size,
             "query_bank_size": criterion.bank.query_size,
-            "past_encoder": criterion.past_encoder,
+            "clear_after_update": criterion.clear_after_update,
             "cache_hard_negatives": criterion.cache_hard_negatives,
             "mask_duplicates": criterion.mask_duplicates,
             "gradient_scale": criterion.gradient_scale,
@@ -162,7 +162,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     ) -> None:
         if has_static_embedding_input(model):
             raise ValueError("CachedContAccumLoss cannot split the inputs of a StaticEmbedding model; use ContAccumLoss")
-        if whole("mini_batch_size", mini_batch_size) < 1:
+        if whole_number("mini_batch_size", mini_batch_size) < 1:
             raise ValueError(f"mini_batch_size={mini_batch_size} must be at least 1")
         super().__init__(model, scale, similarity_fct, **kwargs)
         if self.micro_batch_size is not None:

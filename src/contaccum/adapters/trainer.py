@@ -33,7 +33,7 @@ class BeforeCheckpoint(Protocol):
 
 @runtime_checkable
 class CountsMicroSteps(Protocol):
-    """A callback that observes micro-steps: `counted` is put back to what it was where one has failed and will be done anew."""
+    """A callback that observes micro-steps: `counted` is put back to what it was where one has failed and will be done again."""
 
     counted: int
 
@@ -105,9 +105,9 @@ class ContAccumCallback(SkippedSteps):
             loss = self.loss.get(dataset.get("name")) if isinstance(self.loss, dict) else self.loss
             if loss is not None:
                 no_data = SimpleNamespace(column_names=[])  # what the card says of the loss alone
-                told = card.compute_dataset_metrics(no_data, {}, loss)["loss"]
-                if dataset.get("loss", told)["fullname"] == told["fullname"]:  # else a data set of another loss
-                    dataset["loss"] = told
+                entry = card.compute_dataset_metrics(no_data, {}, loss)["loss"]
+                if dataset.get("loss", entry)["fullname"] == entry["fullname"]:  # else a data set of another loss
+                    dataset["loss"] = entry
 
     def _bank_size(self, loss: ContAccumLoss, args: TrainingArguments, state: TrainerState, loader: Any) -> int:
         """`auto_bank` of what enters this bank: of all processes if it gathers, and of several losses its share."""
@@ -156,12 +156,12 @@ class ContAccumCallback(SkippedSteps):
         if not file.exists():
             raise CheckpointError(
                 f"{folder} has no {file.name}: it was not saved with ContAccumTrainer or ContAccumCallback by as many processes as now, "
-                "so its bank cannot be restored; resume from another checkpoint or start anew"
+                "so its bank cannot be restored; resume from another checkpoint or start again"
             )
         try:
             states = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); resume from another checkpoint or start anew") from error
+            raise CheckpointError(f"{file} cannot be read ({error}); resume from another checkpoint or start again") from error
         losses = list(bank_losses(self.loss))
         if len(losses) != len(states):
             raise CheckpointError(f"{file} holds the banks of {len(states)} losses, but there are {len(losses)}; resume with those losses")

@@ -31,8 +31,8 @@ def bench(
     checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="recompute activations in the backward pass")] = False,
     graphs: Annotated[bool, typer.Option("--cuda-graphs", help="launch a tower's layers at once")] = False,
     memory: Annotated[Optional[str], typer.Option(help="hold the CUDA allocator to this, as 11GB")] = None,  # noqa: UP045
-    ways: Annotated[Optional[str], typer.Option(help="some of them, with commas between (default: all)")] = None,  # noqa: UP045
-    rounds: Annotated[int, typer.Option(help="turns of each way")] = 3,
+    variants: Annotated[Optional[str], typer.Option(help="some of them, with commas between (default: all)")] = None,  # noqa: UP045
+    rounds: Annotated[int, typer.Option(help="turns of each variant")] = 3,
     updates: Annotated[int, typer.Option(help="updates timed per turn")] = 3,
     output: Annotated[Optional[Path], typer.Option(help="JSON file to write")] = None,  # noqa: UP045
     json_: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
@@ -45,13 +45,13 @@ def bench(
     from contaccum.common.provenance import provenance
     from contaccum.common.sizes import parse_bytes
     from contaccum.experiments.bench import measure
-    from contaccum.experiments.workloads import WAYS, Workload
+    from contaccum.experiments.workloads import VARIANTS, Workload
     from contaccum.memory.limit import limit_memory
 
     check_file(output)
     if memory is not None and (cannot := limit_memory(parse_bytes(memory))):
         print(f"note: {cannot}", file=sys.stderr)
-    chosen = list(WAYS) if ways is None else [way.strip() for way in ways.split(",")]
+    chosen = list(VARIANTS) if variants is None else [name.strip() for name in variants.split(",")]
     shape: dict[str, Any] = {
         "query_tokens": query_tokens,
         "passage_tokens": passage_tokens,

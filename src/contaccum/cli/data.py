@@ -90,7 +90,7 @@ def mine(
         Optional[Path],  # noqa: UP045
         typer.Option(help="passages .tsv or .jsonl (also .gz, .xz) or a BEIR folder (default: DATA's own passages)"),
     ] = None,
-    method: Annotated[str, typer.Option(help="bm25, dense (by --model) or given (check the negatives that DATA has)")] = "bm25",
+    method: Annotated[str, typer.Option(help="bm25, dense (by --model) or existing (check the negatives that DATA has)")] = "bm25",
     per_query: Annotated[int, typer.Option(help="negatives a row, at most")] = 10,
     depth: Annotated[int, typer.Option(help="best passages to choose them from")] = 100,
     match: Annotated[str, typer.Option(help="answers are string or regex (CuratedTREC)")] = "string",

@@ -82,20 +82,20 @@ def text(plan: Plan) -> str:
 def _command(config: TrainConfig) -> str:
     """Without what does not bear on memory (data, output, learning rate), and without what is so by default."""
     bank = "auto" if with_bank(replace(config, bank="auto")).bank == config.bank else config.bank
-    told = ["contaccum train"]
+    words = ["contaccum train"]
     for name in (*(name for name in PLANNED if name != "memory"), "cuda_graphs"):
         value, flag = getattr(replace(config, bank=bank), name), f"--{name.replace('_', '-')}"
         if name == "n_local" or value != getattr(TrainConfig, name):
-            told.append(flag if value is True else f"{flag} {'none' if value is None else value}")
-    return " ".join([*told, f"--memory {config.memory}", "..."])
+            words.append(flag if value is True else f"{flag} {'none' if value is None else value}")
+    return " ".join([*words, f"--memory {config.memory}", "..."])
 
 
 def _speed(plan: Plan) -> str:
-    from contaccum.memory.planner import gigabytes, way
+    from contaccum.memory.planner import describe, gigabytes
 
     if plan.measured is None:
         return "speed is not predicted; the peak has not been measured here"
     return "\n".join(
-        f"{verb} with {way(found)}: peak {gigabytes(found.peak_bytes)}, {found.samples_per_second:.0f} samples/s over a few updates"
+        f"{verb} with {describe(found)}: peak {gigabytes(found.peak_bytes)}, {found.samples_per_second:.0f} samples/s over a few updates"
         for verb, found in [("measured", plan.measured), *(("slower", found) for found in plan.slower)]
     )

@@ -34,10 +34,10 @@ def git_commit() -> str | None:
         return given
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
-        told = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=folder, capture_output=True, text=True)
+        described = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=folder, capture_output=True, text=True)
     except FileNotFoundError:  # no git on this machine
         return None
-    return told.stdout.strip() if told.returncode == 0 else None
+    return described.stdout.strip() if described.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:

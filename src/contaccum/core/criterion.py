@@ -19,7 +19,7 @@ from contaccum.core.infonce import GRADIENT_SCALES, Blocks, Columns, Gradients, 
 from contaccum.core.stored_bank import StoredBank
 
 SIMILARITIES = ("dot", "cosine")
-KEPT = ("scale", "similarity", "drift_correction")  # which what a bank keeps depends on
+BANK_DEPENDS_ON = ("scale", "similarity", "drift_correction")  # a saved bank fits a loss where these are equal
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DualBankInfoNCE(nn.Module):
         scale: factor on the similarity, the inverse temperature.
         similarity: "dot" or "cosine". With cosine the bank holds unit vectors.
         query_bank_size: tuples whose queries are kept, at most `bank_size`; None: as many. 0: pre-batch negatives.
-        past_encoder: False empties the bank at every `after_update`, so that it holds vectors of the present weights only.
+        clear_after_update: empty the bank at every `after_update`, so that it holds vectors of the present weights only.
         cache_hard_negatives: False banks positives only.
         mask_duplicates: use the keys, where given, to take a passage equal to a query's positive, and the positive of an
             identical query, out of that query's negatives.
@@ -65,7 +65,7 @@ class DualBankInfoNCE(nn.Module):
             nothing pushes all of them the same way: see `contaccum.core.drift`. The mean runs over about one update, because that of one
             small micro-step is noise. Both cost O(bank_size^2) per micro-step: for banks of up to several thousand. None: the paper's way,
             vectors as they were stored. "auto": "mean+zero-sum" where the bank holds vectors of older weights, else None
-            (`past_encoder=False` or no bank). The attribute shows which.
+            (not with `clear_after_update`, nor without a bank). The attribute shows which.
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
@@ -79,7 +79,7 @@ class DualBankInfoNCE(nn.Module):
         scale: float = 1.0,
         similarity: str = "dot",
         query_bank_size: int | None = None,
-        past_encoder: bool = True,
+        clear_after_update: bool = False,
         cache_hard_negatives: bool = True,
         mask_duplicates: bool = True,
         gradient_scale: str = "in-batch",
@@ -101,14 +101,14 @@ class DualBankInfoNCE(nn.Module):
         size = AUTO_BANK if self.auto_bank else _tuples("bank_size", bank_size)
         self.scale = float(scale)
         self.similarity = similarity
-        self.past_encoder = past_encoder
+        self.clear_after_update = clear_after_update
         self.cache_hard_negatives = cache_hard_negatives
         self.mask_duplicates = mask_duplicates
         self.gradient_scale = gradient_scale
         self.start_update = _update("start_update", start_update)
         self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
-        self.drift_correction = resolve_correction(drift_correction, past_vectors=size > 0 and past_encoder)
-        self._query_bank_size = None if query_bank_size is None else whole("query_bank_size", query_bank_size)
+        self.drift_correction = resolve_correction(drift_correction, past_vectors=size > 0 and not clear_after_update)
+        self._query_bank_size = None if query_bank_size is None else whole_number("query_bank_size", query_bank_size)
         self._bank_dtype = bank_dtype
         self.bank = self._empty_bank(size)
         self.updates = 0
@@ -161,10 +161,10 @@ class DualBankInfoNCE(nn.Module):
         if not (math.isfinite(lr_fraction) and lr_fraction >= 0):
             raise ValueError(f"lr_fraction={lr_fraction} must be a number of at least 0: the learning rate over its peak")
         self.updates += 1
-        if self.past_encoder:
-            self.bank.after_update(lr_fraction)
-        else:
+        if self.clear_after_update:
             self.bank.clear()
+        else:
+            self.bank.after_update(lr_fraction)
 
     def reset(self) -> None:
         """As new: no updates counted, no bank allocated."""
@@ -209,11 +209,11 @@ class DualBankInfoNCE(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """A bank of automatic size becomes that of the state, before the bank loads its own part. What was kept must be of such a loss."""
         settings = state_dict.get(f"{prefix}_extra_state", {})
-        for name in KEPT:
+        for name in BANK_DEPENDS_ON:
             if name in settings and settings[name] != getattr(self, name):
                 raise ValueError(
                     f"the saved bank is of {name}={settings[name]!r}, this loss has {name}={getattr(self, name)!r}; "
-                    "use what it was saved with, or start anew"
+                    "use what it was saved with, or start again"
                 )
         saved = state_dict.get(f"{prefix}bank._extra_state")
         if self.auto_bank and saved is not None:
@@ -221,7 +221,7 @@ class DualBankInfoNCE(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"updates": self.updates, **{name: getattr(self, name) for name in KEPT}}
+        return {"updates": self.updates, **{name: getattr(self, name) for name in BANK_DEPENDS_ON}}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.updates = state["updates"]
@@ -229,7 +229,8 @@ class DualBankInfoNCE(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"bank_size={self.bank.size}, query_bank_size={self.bank.query_size}, scale={self.scale}, similarity={self.similarity!r}, "
-            f"gradient_scale={self.gradient_scale!r}, past_encoder={self.past_encoder}, drift_correction={self.drift_correction!r}"
+            f"gradient_scale={self.gradient_scale!r}, clear_after_update={self.clear_after_update}, "
+            f"drift_correction={self.drift_correction!r}"
         )
 
 
@@ -271,16 +272,16 @@ def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> N
 def _tuples(name: str, value: int | str) -> int:
     if isinstance(value, str):
         raise ValueError(f'{name}={value!r} is not a number of tuples; give one, or "auto"')
-    return whole(name, value)
+    return whole_number(name, value)
 
 
 def _update(name: str, value: int) -> int:
-    if whole(name, value) < 0:
+    if whole_number(name, value) < 0:
         raise ValueError(f"{name}={value} is negative; updates are counted from 0")
     return int(value)
 
 
-def whole(name: str, value: Any) -> int:
+def whole_number(name: str, value: Any) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not a whole number; give one")
     return int(value)

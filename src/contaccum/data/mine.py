@@ -22,12 +22,12 @@ from contaccum.common.errors import DataError
 from contaccum.common.outputs import check_output, write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.answers import check_match
-from contaccum.data.negatives import check_floats, check_numbers, denoise, given, load_cross_encoder, mine_bm25, mine_dense
+from contaccum.data.negatives import check_floats, check_numbers, denoise, existing, load_cross_encoder, mine_bm25, mine_dense
 from contaccum.data.readers.beir import find_qrels, is_beir
 from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.training_set import FEATURES, load_training_set, quiet_datasets
 
-METHODS = ("bm25", "dense", "given")
+MINERS = ("bm25", "dense", "existing")
 PASSAGES = Features({"text": Value("string")})
 
 
@@ -53,7 +53,7 @@ def mine(
         data: whatever `load_training_set` reads. Splits that are not in `splits` are carried over as they are.
         collection: a passages file as DPR's (.tsv), a BEIR folder, or a .jsonl of "text" and perhaps "title", each plain, .gz or .xz.
             None: the corpus of `data` where it is a BEIR folder, else the positives of the splits that are mined.
-        method: "bm25", "dense" (by the trained `model`) or "given" (the negatives that `data` has, checked again).
+        method: "bm25", "dense" (by the trained `model`) or "existing" (the negatives that `data` has, checked again).
         per_query, depth, match, stopwords: as for `mine_bm25`.
         filters: options of sentence-transformers' `mine_hard_negatives`, for "dense".
         cross_encoder, margin: as for `denoise`; None: no denoising.
@@ -73,7 +73,7 @@ def mine(
     with _scratch_beside(output) as scratch:
         tables = {name: load_training_set(data, name) for name in split_names(data)}
         mined = concatenate_datasets([tables[name] for name in splits])
-        passages = _stored([] if method == "given" else _texts(data, collection, mined), scratch)
+        passages = _stored([] if method == "existing" else _texts(data, collection, mined), scratch)
         negatives = miner(mined, passages, scratch)
         if scorer is not None:
             negatives = denoise(mined, negatives, scorer, margin=margin)
@@ -91,8 +91,8 @@ def mine(
 
 
 def _check(data: Path, output: Path, method: str, splits: Sequence[str]) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
+    if method not in MINERS:
+        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(MINERS)}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"{output} exists already; remove it or choose another output")
     names = split_names(data)
@@ -108,8 +108,8 @@ def _miner(
     """(training set, passages, scratch folder) -> negatives per row, with options that were checked and a model that was loaded."""
     check_numbers(per_query, depth)
     check_match(match)
-    if method == "given":
-        return lambda rows, passages, scratch: given(rows, per_query=per_query, match=match)
+    if method == "existing":
+        return lambda rows, passages, scratch: existing(rows, per_query=per_query, match=match)
     if method == "bm25":
         from contaccum.data.bm25 import tokenizer_without
 
@@ -133,7 +133,7 @@ def split_names(data: Path) -> list[str]:
         try:
             return list(json.loads(listing.read_text())["splits"])
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set anew") from error
+            raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set again") from error
     return ["train"]
 
 

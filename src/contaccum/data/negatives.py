@@ -186,7 +186,7 @@ def _nearest(
     return candidates
 
 
-def given(dataset: Dataset, *, per_query: int = 10, match: str = "string") -> Iterator[list[str]]:
+def existing(dataset: Dataset, *, per_query: int = 10, match: str = "string") -> Iterator[list[str]]:
     """Per row, the first `per_query` of the negatives that it already has and that are none of its positives nor contain an answer."""
     check_numbers(per_query, per_query)
     choose = Chooser(dataset, per_query, match)
@@ -241,8 +241,8 @@ def load_cross_encoder(name: str | Path) -> CrossEncoder:
     return loaded
 
 
-def check_floats(**given: float) -> None:
-    for name, value in given.items():
+def check_floats(**values: float) -> None:
+    for name, value in values.items():
         if not math.isfinite(value):
             raise ValueError(f"{name}={value} is not a finite number; give one, or leave it out")
 

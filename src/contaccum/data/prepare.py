@@ -18,7 +18,7 @@ from contaccum.data.held_out import check_hold_out, write_judged
 from contaccum.data.held_out import hold_out as hold_back
 from contaccum.data.readers.csv_jsonl_parquet import Columns
 from contaccum.data.readers.msmarco import MARGIN, SYSTEMS
-from contaccum.data.readers.rows import Row, Tally
+from contaccum.data.readers.rows import Tally, TrainingRow
 from contaccum.data.sources import FORMATS, ReadOptions, detect, open_splits
 from contaccum.data.training_set import FEATURES, quiet_datasets
 
@@ -39,7 +39,7 @@ class SplitSummary:
     notes: list[str] = field(default_factory=list)
     samples: list[dict[str, str | None]] = field(default_factory=list)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TrainingRow) -> None:
         count = len(row["negatives"])
         self.negatives_min = min(self.negatives_min, count) if self.rows else count
         self.negatives_max = max(self.negatives_max, count)
@@ -166,7 +166,7 @@ def _write(rows: Any, split: str, path: Path, max_negatives: int | None) -> Spli
     return summary
 
 
-def _usable(rows: Iterator[Row], tally: Tally, max_negatives: int | None) -> Iterator[Row]:
+def _usable(rows: Iterator[TrainingRow], tally: Tally, max_negatives: int | None) -> Iterator[TrainingRow]:
     """Rows with a query and a positive, and with at most `max_negatives` negatives, none blank."""
     for row in rows:
         if not row["query"].strip():

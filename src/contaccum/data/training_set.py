@@ -1,4 +1,4 @@
-"""The training set: one table of (query, positive, negatives), and hard negatives drawn from it anew each epoch."""
+"""The training set: one table of (query, positive, negatives), and hard negatives drawn from it again each epoch."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def _from_jsonl(path: Path) -> Dataset:
 
 
 def with_hard_negatives(dataset: Dataset, hard_negatives: int, seed: int) -> tuple[Dataset, DrawNegatives | None]:
-    """The table as the trainer reads it: query, positive and `hard_negatives` more columns, drawn anew for every epoch.
+    """The table as the trainer reads it: query, positive and `hard_negatives` more columns, drawn again for every epoch.
 
-    Rows with too few negatives are dropped. The second value is told the epoch; None where there is nothing to draw.
+    Rows with too few negatives are dropped. The second value needs to know the epoch (`epoch`); None where there is nothing to draw.
     """
     if hard_negatives == 0:
         return dataset.select_columns(["query", "positive"]), None

@@ -31,8 +31,8 @@ from contaccum.experiments.workloads import (
     LENGTHS,
     PRECISIONS,
     SIZES,
-    WAYS,
-    Way,
+    VARIANTS,
+    Variant,
     Workload,
     fill_bank,
     random_encoder,
@@ -59,7 +59,7 @@ class Case:
 def measure(
     size: str,
     work: Workload,
-    ways: Sequence[str] = tuple(WAYS),
+    ways: Sequence[str] = tuple(VARIANTS),
     rounds: int = 3,
     updates: int = 3,
     device: str | None = None,
@@ -80,7 +80,7 @@ def measure_cases(
 ) -> list[dict[str, Any]]:
     """A row per case: median seconds of an update, samples per second, peak memory, share of the GPU's peak, and its seconds over those of
     gradaccum with the same workload, where that is among the cases. Where memory ran out or PyTorch could not compile the towers, these
-    are None and `failed` says so. Each turn is told by `say`.
+    are None and `failed` says so. `say` is called with a line for each turn.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _check(size, cases, rounds, updates, device.startswith("cuda"))
@@ -104,7 +104,7 @@ def measure_cases(
 
 def _told(case: Case, turn: Turn | Failure) -> str:
     work = case.work
-    marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * WAYS[case.way].banked
+    marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * VARIANTS[case.way].banked
     marks += [f"compiled {work.compile}"] * (work.compile is not None) + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing
     marks += ["CUDA graphs"] * work.graphs
     found = turn.reason if isinstance(turn, Failure) else f"{statistics.median(turn.seconds):.3f} s"
@@ -130,7 +130,7 @@ class Failure:
 def _row(size: str, case: Case, turns: Sequence[Turn | Failure], seed: int) -> dict[str, Any]:
     done = [turn for turn in turns if isinstance(turn, Turn)]
     failed = next((turn.reason for turn in turns if isinstance(turn, Failure)), None)
-    row = {"way": case.way, "banked": WAYS[case.way].banked, "model": size, **asdict(case.work), "failed": failed}
+    row = {"way": case.way, "banked": VARIANTS[case.way].banked, "model": size, **asdict(case.work), "failed": failed}
     if failed:
         return {**row, **dict.fromkeys(("seconds", "all_seconds", "samples_per_second", "peak_bytes", "peak_share"))}
     seconds = [second for turn in done for second in turn.seconds]
@@ -157,7 +157,7 @@ def operations(size: str, case: Case, seed: int) -> float:
     weights = 12 * layers * width**2  # 4 of attention, 8 of the feed-forward part; biases and norms left out
     tokens, squares = float(lengths.sum()), float((lengths.double() ** 2).sum())
     once = 6 * weights * tokens + 12 * layers * width * squares
-    return once * (1 + (WAYS[case.way].cached + case.work.checkpointing) / 3)
+    return once * (1 + (VARIANTS[case.way].cached + case.work.checkpointing) / 3)
 
 
 def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | Failure:
@@ -174,7 +174,7 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
         graph_towers(model)
     _set_precision(model, work.precision)
     try:
-        return _timed(WAYS[case.way], model, optimizer, work, updates, seed)
+        return _timed(VARIANTS[case.way], model, optimizer, work, updates, seed)
     except torch.OutOfMemoryError:
         return Failure("out of memory")
     except TorchDynamoException as error:
@@ -193,7 +193,7 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
             torch.cuda.empty_cache()
 
 
-def _timed(way: Way, model: SentenceTransformer, optimizer: torch.optim.Optimizer, work: Workload, updates: int, seed: int) -> Turn:
+def _timed(way: Variant, model: SentenceTransformer, optimizer: torch.optim.Optimizer, work: Workload, updates: int, seed: int) -> Turn:
     """Time `updates` updates after a warm-up, and the peak that the allocator reached in them."""
     loss = way.build(model, work).to(model.device)
     batches = list(_micro_batches(model, way, work, seed))
@@ -226,7 +226,7 @@ def make_update(model: SentenceTransformer, loss: nn.Module, optimizer: torch.op
         loss.criterion.after_update()
 
 
-def _micro_batches(model: SentenceTransformer, way: Way, work: Workload, seed: int) -> Iterator[list[dict[str, Any]]]:
+def _micro_batches(model: SentenceTransformer, way: Variant, work: Workload, seed: int) -> Iterator[list[dict[str, Any]]]:
     size = work.n_total if way.whole else work.n_local
     for lengths in random_lengths(work, seed).split(size):
         tasks = ["query"] + ["document"] * (1 + work.hard_negatives)
@@ -257,8 +257,8 @@ def _check(size: str, cases: Sequence[Case], rounds: int, updates: int, cuda: bo
     if min(rounds, updates) < 1:
         raise ValueError(f"rounds={rounds} and updates={updates} must be 1 or more")
     for way, work in ((case.way, case.work) for case in cases):
-        if way not in WAYS:
-            raise ValueError(f"way {way!r} is unknown; choose among {', '.join(WAYS)}")
+        if way not in VARIANTS:
+            raise ValueError(f"way {way!r} is unknown; choose among {', '.join(VARIANTS)}")
         if work.n_local < 1 or work.n_total % work.n_local:
             raise ValueError(f"n_total={work.n_total} is not a multiple of n_local={work.n_local}")
         for name, least in {"n_total": 1, "query_tokens": 1, "passage_tokens": 1, "hard_negatives": 0, "bank": 0}.items():
@@ -266,8 +266,8 @@ def _check(size: str, cases: Sequence[Case], rounds: int, updates: int, cuda: bo
                 raise ValueError(f"{name}={getattr(work, name)} must be at least {least}")
         for name, choices in {"precision": PRECISIONS, "lengths": LENGTHS, "compile": (None, *REGIONS)}.items():
             if getattr(work, name) not in choices:
-                told = ", ".join(choice for choice in choices if choice is not None)
-                raise ValueError(f"{name} {getattr(work, name)!r} is unknown; choose one of {told}")
+                listed = ", ".join(choice for choice in choices if choice is not None)
+                raise ValueError(f"{name} {getattr(work, name)!r} is unknown; choose one of {listed}")
         if work.unpad:
             check_unpadded(work.precision, work.compile is not None, cuda)
         if work.graphs:

@@ -28,8 +28,8 @@ def run_cell(folder: Path) -> None:
     spec = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
     started = time.perf_counter()
     found = {"train": _train, "speed": _speed, "memory": _memory}[spec["kind"]](folder, spec)
-    told = {**found, "total_seconds": time.perf_counter() - started, "provenance": provenance(spec["seed"])}
-    write_json(folder / "result.json", told)
+    record = {**found, "total_seconds": time.perf_counter() - started, "provenance": provenance(spec["seed"])}
+    write_json(folder / "result.json", record)
 
 
 def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:

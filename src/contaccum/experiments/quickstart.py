@@ -23,13 +23,13 @@ from contaccum.common.outputs import write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.harvest import harvest, write_beir
 from contaccum.report.build import report
-from contaccum.report.rows import Row
+from contaccum.report.rows import ConfigRow
 from contaccum.retrieval.judge import judge
 from contaccum.towers.random_encoder import write_encoder
 
 PARALLEL = 2
 # Names as the table shows them -> options of `contaccum train`.
-METHODS: dict[str, dict[str, Any]] = {
+COMPARED: dict[str, dict[str, Any]] = {
     "gradaccum": {"method": "gradaccum"},
     "gradcache": {"method": "gradcache"},
     "contaccum (paper)": {"method": "contaccum", "drift_correction": "none"},
@@ -66,7 +66,7 @@ class Settings:
         return {**sizes, **fixed, "epochs": self.epochs, "lr": self.lr, "seed": self.seed}
 
 
-def quickstart(output: Path, settings: Settings, say: Callable[[str], None] = print) -> list[Row]:
+def quickstart(output: Path, settings: Settings, say: Callable[[str], None] = print) -> list[ConfigRow]:
     """Do all five steps in `output`, a new folder, and return the results in the methods' order."""
     started = time.perf_counter()
     output.mkdir(parents=True)
@@ -82,11 +82,11 @@ def quickstart(output: Path, settings: Settings, say: Callable[[str], None] = pr
         max_seq_length=settings.max_seq_length,
         seed=settings.seed,
     )
-    say(f"{len(pairs):,} pairs, {settings.test:,} of them for testing. Training {len(METHODS)} methods, {PARALLEL} at a time ...")
+    say(f"{len(pairs):,} pairs, {settings.test:,} of them for testing. Training {len(COMPARED)} methods, {PARALLEL} at a time ...")
     say(f"  logs: {output / 'runs'}/*.log")
     _train_all(output, settings, say)
     say("Searching the whole collection with each model ...")
-    folders = {name: run_folder(output, name) for name in METHODS}
+    folders = {name: run_folder(output, name) for name in COMPARED}
     for run in folders.values():
         judge_run(run, output / "data")
     described = {**provenance(settings.seed), "settings": settings.train_options(), "total_seconds": round(time.perf_counter() - started)}
@@ -108,7 +108,7 @@ def run_folder(output: Path, name: str) -> Path:
 
 def _train_all(output: Path, settings: Settings, say: Callable[[str], None]) -> None:
     """Up to PARALLEL processes at once, one thread each; each one's peak of memory, which only we can see, joins its summary."""
-    waiting, running, started = list(METHODS), dict[int, str](), time.perf_counter()
+    waiting, running, started = list(COMPARED), dict[int, str](), time.perf_counter()
     while waiting or running:
         while waiting and len(running) < PARALLEL:
             name = waiting.pop(0)
@@ -128,7 +128,7 @@ def _train_all(output: Path, settings: Settings, say: Callable[[str], None]) -> 
 def _start(output: Path, name: str, settings: Settings) -> int:
     run = run_folder(output, name)
     run.parent.mkdir(exist_ok=True)
-    options = {"data": output / "data", "model": output / "encoder", "output": run, **settings.train_options(), **METHODS[name]}
+    options = {"data": output / "data", "model": output / "encoder", "output": run, **settings.train_options(), **COMPARED[name]}
     words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", *(() if value is True else (str(value),)))]
     alone = {
         "OMP_NUM_THREADS": "1",

@@ -2,7 +2,7 @@
 
 OUTPUT holds `request.json` (what it is for: another request is refused), `data/` (prepared once), `cells/NAME/` (cell.json, cell.log,
 result.json and the run folder), and of all that is finished `results.json`, `table.md` and the figure. Run again, finished cells are not
-repeated and an interrupted one goes on from its last checkpoint; a cell that fails is told and does not stop the others.
+repeated and an interrupted one goes on from its last checkpoint; a cell that fails is reported and does not stop the others.
 """
 
 from __future__ import annotations
@@ -207,14 +207,14 @@ def _write(request: Request, experiment: Experiment, finished: list[tuple[Cell, 
 
     rows = rows_of(finished)
     table = table_of(rows)
-    told = {
+    document = {
         "experiment": experiment.name,
         "paper": experiment.paper,
         "request": {**asdict(request), "output": str(request.output), "data": request.data and request.data.name},
         "provenance": {**provenance(), "cells": sorted({str(result["provenance"]["commit"]) for _, result in finished})},
         "rows": rows,
     }
-    write_json(request.output / "results.json", told)
+    write_json(request.output / "results.json", document)
     write_text(request.output / "table.md", markdown(table))
     metric = DATASETS[request.dataset].headline
     figure = experiment.draw(rows, metric)

@@ -70,7 +70,7 @@ class OfficialLoss(nn.Module):
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     build: Callable[[SentenceTransformer, Workload], nn.Module]
     whole: bool = False  # one call of the loss per update
     banked: bool = False
@@ -79,22 +79,22 @@ class Way:
 
 def _ours(loss: type[ContAccumLoss] = ContAccumLoss, **options: Any) -> Callable[[SentenceTransformer, Workload], nn.Module]:
     def build(model: SentenceTransformer, work: Workload) -> nn.Module:
-        given = {"bank_size": work.bank, "scale": 1.0, "similarity_fct": dot_score, **options}
+        arguments = {"bank_size": work.bank, "scale": 1.0, "similarity_fct": dot_score, **options}
         if loss is CachedContAccumLoss:
-            given["mini_batch_size"] = work.n_local
-        return loss(model, **given)
+            arguments["mini_batch_size"] = work.n_local
+        return loss(model, **arguments)
 
     return build
 
 
-WAYS = {
-    "gradaccum": Way(_ours(bank_size=0)),
-    "contaccum": Way(_ours(drift_correction=None), banked=True),  # the paper's bank
-    "contaccum (default)": Way(_ours(drift_correction="mean+zero-sum"), banked=True),
-    "gradcache": Way(_ours(CachedContAccumLoss, bank_size=0), whole=True, cached=True),
-    "official contaccum": Way(lambda model, work: OfficialLoss(model, work.bank, work.n_local), banked=True),
-    "MultipleNegativesRankingLoss": Way(lambda model, work: MultipleNegativesRankingLoss(model, 1.0, dot_score)),
-    "CachedMultipleNegativesRankingLoss": Way(
+VARIANTS = {
+    "gradaccum": Variant(_ours(bank_size=0)),
+    "contaccum": Variant(_ours(drift_correction=None), banked=True),  # the paper's bank
+    "contaccum (default)": Variant(_ours(drift_correction="mean+zero-sum"), banked=True),
+    "gradcache": Variant(_ours(CachedContAccumLoss, bank_size=0), whole=True, cached=True),
+    "official contaccum": Variant(lambda model, work: OfficialLoss(model, work.bank, work.n_local), banked=True),
+    "MultipleNegativesRankingLoss": Variant(lambda model, work: MultipleNegativesRankingLoss(model, 1.0, dot_score)),
+    "CachedMultipleNegativesRankingLoss": Variant(
         lambda model, work: CachedMultipleNegativesRankingLoss(model, 1.0, dot_score, mini_batch_size=work.n_local), whole=True, cached=True
     ),
 }

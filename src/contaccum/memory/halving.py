@@ -11,7 +11,7 @@ the size of an update.
    instead, and the update stays the same.
 
 Recorded layers (`contaccum.towers.cuda_graphs`) keep their memory between micro-batches. What the optimizer keeps of each parameter is
-made in its first step, so they give it back for that one, and are recorded anew in what is left: from then on only micro-batches ask for
+made in its first step, so they give it back for that one, and are recorded again in what is left: from then on only micro-batches ask for
 much.
 
 Where a single sample is too large, where the batch cannot be cut, or where after an update not even the bank can be written, the error is

@@ -20,7 +20,7 @@ from contaccum.memory.planner import MARGIN, Alternative, Fit, Plan, Planner, Tr
 from contaccum.memory.prediction.predict import Predictor, check
 from contaccum.memory.trials import faster, verified
 from contaccum.methods.config import TrainConfig, with_bank
-from contaccum.methods.table import cut, get_method
+from contaccum.methods.table import get_method, split_update
 
 
 def plan(
@@ -44,14 +44,14 @@ def plan(
         alternatives: also look for what would allow a larger micro-batch.
         try_out: runs real updates (`contaccum.training.trial.try_in_process`); the largest micro-batch size that they allow is taken, with
             gradient checkpointing or CUDA graphs where that is faster. A given `n_local` is tried as it is. None: nothing is run.
-        say: is told what was tried, which takes a while each.
+        say: called with a line for each size that was tried, which takes a while.
     """
     config = with_bank(config)
     if config.memory is None:
         raise ValueError("no memory to plan for: give --memory, as 11GB")
     check(config, query_tokens)
     method = get_method(config.method)
-    cut(method, config.n_total, max(1, config.n_total // processes) if n_local is None else n_local, processes)
+    split_update(method, config.n_total, max(1, config.n_total // processes) if n_local is None else n_local, processes)
     planner = Planner(Predictor(config), parse_bytes(config.memory), query_tokens, processes, apart, try_out, say)
     fit = _best(planner, config) if n_local is None else _given(planner, replace(config, n_local=n_local))
     result = Plan(fit.config, planner.memory_bytes, fit.prediction)
@@ -59,7 +59,7 @@ def plan(
         result = verified(result, planner, fixed=n_local is not None)
         if n_local is None:
             result = faster(result, planner)
-    if alternatives and not method.whole and result.config.n_local < planner.sizes(result.config)[-1]:
+    if alternatives and not method.one_batch and result.config.n_local < planner.sizes(result.config)[-1]:
         result = replace(result, more=list(_alternatives(planner, result.config)))
     return result
 
@@ -105,7 +105,7 @@ def _nothing_fits(planner: Planner, config: TrainConfig) -> str:
     what = f"{config.method} with n_local={smallest.n_local}, {config.max_seq_length} tokens, {config.precision}{checkpointing}"
     fitting = [options for options, changed, _ in _changes(planner, smallest) if planner.largest(changed) is not None]
     remedy = f"{fitting[0]} would fit" if fitting else "use a smaller model, a shorter --max-seq-length or more memory"
-    if get_method(config.method).whole:
+    if get_method(config.method).one_batch:
         remedy = "use gradaccum or contaccum, whose micro-batches can be smaller"
     return f"memory {config.memory} is too small: {what} needs {gigabytes(needed)}, {_room(planner)}; {remedy}"
 

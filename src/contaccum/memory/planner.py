@@ -55,7 +55,7 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         """K: micro-batches, or GradCache's mini-batches, that make one update."""
-        return 1 if get_method(self.config.method).whole else self.config.n_total // self.config.n_local
+        return 1 if get_method(self.config.method).one_batch else self.config.n_total // self.config.n_local
 
     @property
     def bank(self) -> int:
@@ -103,7 +103,7 @@ class Planner:
     def sizes(self, config: TrainConfig) -> list[int]:
         """Micro-batch sizes to choose from, smallest first."""
         share = config.n_total // self.processes
-        if get_method(config.method).whole:
+        if get_method(config.method).one_batch:
             return [share]
         return [n for n in range(1, share + 1) if share % n == 0]
 
@@ -121,7 +121,7 @@ class Planner:
         return found
 
 
-def way(found: TrainConfig | Measured) -> str:
+def describe(found: TrainConfig | Measured) -> str:
     """How a micro-batch is computed, as plans tell it."""
     marks = [" and gradient checkpointing"] * found.gradient_checkpointing + [" and CUDA graphs"] * found.cuda_graphs
     return f"n = {found.n_local}{''.join(marks)}"

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
-from contaccum.memory.planner import Fit, Measured, Plan, Planner, way
+from contaccum.memory.planner import Fit, Measured, Plan, Planner, describe
 from contaccum.methods.config import TrainConfig
 from contaccum.towers.cuda_graphs import can_graph
 
@@ -26,7 +26,9 @@ def verified(plan: Plan, planner: Planner, fixed: bool = False, larger: bool = T
         config = replace(plan.config, n_local=sizes[place])
         assert planner.try_out is not None
         found = planner.try_out(config, planner.room, planner.query_tokens)
-        planner.say(f"tried {way(config)}: " + (f"{found.samples_per_second:.0f} samples/s" if found is not None else "memory ran out"))
+        planner.say(
+            f"tried {describe(config)}: " + (f"{found.samples_per_second:.0f} samples/s" if found is not None else "memory ran out")
+        )
         return found
 
     best = attempt(first)
@@ -55,7 +57,7 @@ def faster(plan: Plan, planner: Planner) -> Plan:
             # what does not fit without CUDA graphs does not with them
             plans.append(verified(Plan(fit.config, plan.memory_bytes, fit.prediction), planner, larger=not fit.config.cuda_graphs))
         except (RuntimeError, ValueError) as error:
-            warnings.warn(f"{way(fit.config)}, which may be faster, could not be tried: {error}", stacklevel=2)
+            warnings.warn(f"{describe(fit.config)}, which may be faster, could not be tried: {error}", stacklevel=2)
     best = max(plans, key=_rate)
     return replace(best, slower=[other.measured for other in plans if other is not best and other.measured is not None])
 

@@ -76,7 +76,7 @@ class TrainConfig:
     )
     gradient_scale: str = option(METHOD, "in-batch", "of gradients: in-batch, as without a bank; paper: divided by the banked rows too")
     bank_dtype: str | None = option(METHOD, None, "precision of the bank: float32 or bfloat16")
-    hard_negatives: int | None = option(DATA, None, "hard negatives per query, drawn anew each epoch; left out: 1 where the data has them")
+    hard_negatives: int | None = option(DATA, None, "hard negatives per query, drawn again each epoch; left out: 1 where the data has them")
     epochs: float = option(FIRST, 40, "passes over the data")
     max_updates: int | None = option(SCHEDULE, None, "stop after this many updates instead")
     lr: float = option(FIRST, 2e-5, "peak learning rate")
@@ -135,19 +135,19 @@ class TrainConfig:
             raise ValueError(f"bank_dtype {self.bank_dtype!r} is unknown; choose float32 or bfloat16")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
-                told = ", ".join("none" if choice is None else choice for choice in choices)
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {told}")
-        given = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
-        for name, value in given.items():
+                listed = ", ".join("none" if choice is None else choice for choice in choices)
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {listed}")
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+        for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name}={value} is not a finite number; give one, or leave it out")
         for name in ABOVE_0:
-            if name in given and not given[name] > 0:
-                raise ValueError(f"{name}={given[name]} must be above 0" + ("; leave it out for no limit" if name in UNLIMITED else ""))
+            if name in numbers and not numbers[name] > 0:
+                raise ValueError(f"{name}={numbers[name]} must be above 0" + ("; leave it out for no limit" if name in UNLIMITED else ""))
         check_bank(self.bank)
         for name in NOT_NEGATIVE:
-            if given.get(name, 0) < 0:
-                raise ValueError(f"{name}={given[name]} is negative; use 0 or more")
+            if numbers.get(name, 0) < 0:
+                raise ValueError(f"{name}={numbers[name]} is negative; use 0 or more")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
         if self.precision == "fp16" and not torch.cuda.is_available():

@@ -22,7 +22,7 @@ def build_loss(config: TrainConfig, model: SentenceTransformer, batches: Batches
         "gather_across_devices": gather_across_devices,
         "bank_size": config.bank_size if method.bank else 0,
         "query_bank_size": (config.query_bank if method.query_bank else 0) if method.bank else None,
-        "past_encoder": method.past_encoder,
+        "clear_after_update": method.clear_after_update,
         "bank_dtype": getattr(torch, config.bank_dtype) if config.bank_dtype else None,
         **{name: getattr(config, name) for name in SAME_NAMES},
     }

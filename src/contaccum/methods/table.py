@@ -8,22 +8,22 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Method:
     summary: str
-    whole: bool = False  # one batch of n_total instead of micro-batches of n_local
+    one_batch: bool = False  # one batch of n_total instead of micro-batches of n_local
     cached: bool = False  # GradCache: n_total at once, n_local samples' activations alive
     bank: bool = False
     query_bank: bool = True
-    past_encoder: bool = True
+    clear_after_update: bool = False
 
 
 METHODS = {
-    "dpr": Method("one batch of n_total, negatives from all of it", whole=True),
+    "dpr": Method("one batch of n_total, negatives from all of it", one_batch=True),
     "gradaccum": Method("micro-batches of n_local, negatives from each alone"),
     "gradcache": Method("gradient of the whole batch in two passes", cached=True),
     "prebatch": Method("micro-batches and a bank of past passages", bank=True, query_bank=False),
     "contaccum": Method("micro-batches and a bank of past queries and passages", bank=True),
     "contaccum-gradcache": Method("whole batch in two passes, and the dual bank", cached=True, bank=True),
-    "contaccum-no-past": Method("dual bank, emptied at every update", bank=True, past_encoder=False),
-    "prebatch-no-past": Method("bank of passages, emptied at every update", bank=True, query_bank=False, past_encoder=False),
+    "contaccum-no-past": Method("dual bank, emptied at every update", bank=True, clear_after_update=True),
+    "prebatch-no-past": Method("bank of passages, emptied at every update", bank=True, query_bank=False, clear_after_update=True),
 }
 
 
@@ -48,7 +48,7 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-def cut(method: Method, n_total: int, n_local: int, processes: int = 1, whole_updates: bool = False) -> Batches:
+def split_update(method: Method, n_total: int, n_local: int, processes: int = 1, whole_updates: bool = False) -> Batches:
     """How `processes` processes, each with room for `n_local` samples, share an update of `n_total`.
 
     With `whole_updates` each has room for all of its share: one forward, from which the same gradients are computed.
@@ -58,7 +58,7 @@ def cut(method: Method, n_total: int, n_local: int, processes: int = 1, whole_up
     if n_total % processes:
         raise ValueError(f"n_total={n_total} cannot be shared by {processes} processes; use a multiple")
     share = n_total // processes
-    if method.whole:
+    if method.one_batch:
         return Batches(share, 1, None)
     if share % n_local:
         of = f"n_total={n_total}" + (f" over {processes} processes" if processes > 1 else "")

@@ -63,8 +63,8 @@ def report(
             reason = f"There is no query browser: {error}."
     _write(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
     if json_output is not None:
-        told = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
-        _write(json_output, json.dumps(_finite(told), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        results = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
+        _write(json_output, json.dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if markdown is not None:
         _write(markdown, as_text(summary))
     return summary

@@ -124,17 +124,17 @@ def _object(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}; write it anew or remove it") from error
+        raise DataError(f"{path} cannot be read as JSON: {error}; write it again or remove it") from error
     if not isinstance(value, dict):
-        raise DataError(f"{path} must hold a JSON object, not {shown(value)}; write it anew or remove it")
+        raise DataError(f"{path} must hold a JSON object, not {shown(value)}; write it again or remove it")
     return value
 
 
 def _evaluation(path: Path) -> Evaluation | None:
-    told = _object(path)
-    if told is None:
+    stored = _object(path)
+    if stored is None:
         return None
-    metrics, per_query, sources = told.get("metrics"), told.get("per_query") or {}, told.get("sources") or {}
+    metrics, per_query, sources = stored.get("metrics"), stored.get("per_query") or {}, stored.get("sources") or {}
     if not metrics or not _all_numbers(metrics):
         raise DataError(f"{path} holds no numbers under 'metrics'; write it with contaccum evaluate RUNFILE --output {path}")
     if not isinstance(per_query, dict) or not all(_all_numbers(values) for values in per_query.values()):

@@ -18,7 +18,7 @@ from contaccum.common.errors import DataError
 from contaccum.data.readers.files import shown
 from contaccum.data.readers.queries import Query
 from contaccum.report.folders import Evaluation
-from contaccum.report.rows import Row
+from contaccum.report.rows import ConfigRow
 from contaccum.report.sources import Sources
 from contaccum.retrieval.runs import read_run
 
@@ -44,7 +44,7 @@ class Browser:
     def as_json(self) -> dict[str, Any]:
         return {"metric": self.metric, "runs": self.runs, "queries": self.queries, "texts": self.texts}
 
-    def told(self) -> str:
+    def description(self) -> str:
         """How many queries there are, and why these."""
         random_ones = sum(query["random"] for query in self.queries)
         differing = len(self.queries) - random_ones
@@ -53,7 +53,7 @@ class Browser:
         return f"{len(self.queries):,} of {self.judged:,} queries: {' and '.join(parts)}. Texts are cut at {CHARACTERS} characters."
 
 
-def query_browser(rows: Sequence[Row], metric: str) -> Browser:
+def query_browser(rows: Sequence[ConfigRow], metric: str) -> Browser:
     """DataError that says why where there can be none."""
     members = _members(rows, metric)
     sources = [Sources.of(evaluation.sources) for _, _, evaluation in members]
@@ -73,7 +73,7 @@ def query_browser(rows: Sequence[Row], metric: str) -> Browser:
     return Browser(metric, [label for label, _, _ in members], [row for _, row, _ in members], judged, kept, used)
 
 
-def _members(rows: Sequence[Row], metric: str) -> list[tuple[str, str, Evaluation]]:
+def _members(rows: Sequence[ConfigRow], metric: str) -> list[tuple[str, str, Evaluation]]:
     """(what the page calls it, its row, evaluation) of every run with values per query."""
     found = []
     for row in rows:

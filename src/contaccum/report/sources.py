@@ -27,23 +27,23 @@ class Sources:
     match: str
 
     @staticmethod
-    def of(told: dict[str, Any]) -> Sources:
+    def of(stored: dict[str, Any]) -> Sources:
         """What `contaccum.retrieval.evaluate` wrote under "sources"; DataError where a file is gone or the texts are not known."""
         run, qrels, queries, collection = (
-            Path(told[name]) if told.get(name) else None for name in ("run", "qrels", "queries", "collection")
+            Path(stored[name]) if stored.get(name) else None for name in ("run", "qrels", "queries", "collection")
         )
         if run is None:
-            raise DataError("evaluation.json does not say which run file it judged; write it anew with contaccum evaluate")
+            raise DataError("evaluation.json does not say which run file it judged; write it again with contaccum evaluate")
         folder = None if qrels is None else next((place for place in (qrels, qrels.parent.parent) if is_beir(place)), None)
-        split = told.get("split") if queries is not None else None
+        split = stored.get("split") if queries is not None else None
         queries, collection = queries or folder, collection or folder
         if bare_suffix(run) != ".json" and (queries is None or collection is None):
             raise DataError(f"where the texts of {run} are is not known; {REMEDY}")
         for file in (run, qrels, queries, collection):
             if file is not None and not file.exists():
-                raise DataError(f"{file} does not exist; run the report where contaccum evaluate was run, or evaluate anew")
-        judged = None if qrels is None else qrels_file(qrels, told.get("split"))
-        return Sources(run, judged, queries, collection, split, str(told.get("match") or "string"))
+                raise DataError(f"{file} does not exist; run the report where contaccum evaluate was run, or evaluate again")
+        judged = None if qrels is None else qrels_file(qrels, stored.get("split"))
+        return Sources(run, judged, queries, collection, split, str(stored.get("match") or "string"))
 
     def same_texts(self, other: Sources) -> bool:
         """Whether both rank the same passages for the same queries, judged alike."""

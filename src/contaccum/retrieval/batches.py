@@ -87,7 +87,7 @@ class Encoder:
 
     @torch.inference_mode()
     def vectors(self, batches: Sequence[Batch], encoded: Callable[[int], None] = lambda texts: None) -> NDArray[np.float32]:
-        """(texts, dim) in the order of the window that `batches` came from; `encoded` is told the size of each batch."""
+        """(texts, dim) in the order of the window that `batches` came from; `encoded` is called with the size of each batch."""
         places = np.concatenate([places for places, _ in batches])
         with self._autocast():
             parts = []  # on the device: one copy a window

@@ -39,7 +39,7 @@ from contaccum.retrieval.shards import (
 if TYPE_CHECKING:
     from contaccum.retrieval.batches import Encoder
 
-Text = tuple[str, str]  # id, what is encoded
+IdAndText = tuple[str, str]  # id, what is encoded
 
 WINDOW = 8192  # texts that are tokenised and sorted together
 MUST_MATCH = ("model_checksum", "task", "dtype", "dim", "shard_size", "max_seq_length", "precision", "normalized", "prompt")
@@ -128,7 +128,7 @@ def make_encoder(
     return Encoder(model, task, budget, precision or ("fp16" if on_gpu else "fp32"), is_cosine(model), kept)
 
 
-def _shards(stream: Iterator[Text], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[Text]]]:
+def _shards(stream: Iterator[IdAndText], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[IdAndText]]]:
     """Step 1: (number, count, texts) of every shard; the texts of other processes' shards are counted, but not held."""
     for number in count():
         part = islice(stream, size)
@@ -147,7 +147,7 @@ class _Source:
         if self.queries is None:
             next(self.__iter__())  # a file that cannot be used is refused before the model is loaded
 
-    def __iter__(self) -> Iterator[Text]:
+    def __iter__(self) -> Iterator[IdAndText]:
         return iter(self.queries) if self.queries is not None else encoded_texts(self.path)
 
     def about(self) -> int:
@@ -184,7 +184,7 @@ class _Progress:
         self.bar.close()
 
 
-def _encode_shard(encoder: Any, shard: list[Text], output: Path, number: int, dtype: str, done: _Progress) -> None:
+def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: int, dtype: str, done: _Progress) -> None:
     """Steps 2 and 3 for one shard."""
     from contaccum.retrieval.batches import ahead
 
@@ -213,7 +213,7 @@ def stored(vectors: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     return cast
 
 
-def _texts_checksum(shard: Iterable[Text]) -> str:
+def _texts_checksum(shard: Iterable[IdAndText]) -> str:
     digest = hashlib.sha256()
     for key, text in shard:
         digest.update(f"{len(key)} {len(text)} {key}{text}".encode())
@@ -223,7 +223,7 @@ def _texts_checksum(shard: Iterable[Text]) -> str:
 def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: str, shard_size: int) -> dict[str, Any]:
     from contaccum.retrieval.model import model_checksum
 
-    told = provenance()
+    origin = provenance()
     return {
         "complete": False,
         "model": str(name) if isinstance(name, (str, Path)) else type(name).__name__,
@@ -238,8 +238,8 @@ def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: st
         "precision": encoder.precision,
         "max_seq_length": model.max_seq_length,
         "shard_size": shard_size,
-        "commit": told["commit"],
-        "versions": told["versions"],
+        "commit": origin["commit"],
+        "versions": origin["versions"],
     }
 
 
@@ -249,8 +249,8 @@ def _open_output(output: Path, description: dict[str, Any]) -> None:
     if (output / MANIFEST).exists():
         known = read_manifest(output)
         if wrong := [name for name in MUST_MATCH if known.get(name) != description[name]]:
-            told = f"{wrong[0]}={known.get(wrong[0])!r}, not {description[wrong[0]]!r}"
-            raise DataError(f"{output} was begun with {told}; give what it was begun with, or another output")
+            origin = f"{wrong[0]}={known.get(wrong[0])!r}, not {description[wrong[0]]!r}"
+            raise DataError(f"{output} was begun with {origin}; give what it was begun with, or another output")
     elif any(file.name != MANIFEST and file.suffix != ".part" for file in output.iterdir()):  # another process may just have written it
         raise DataError(f"{output} holds files but no {MANIFEST}; choose another output")
     else:

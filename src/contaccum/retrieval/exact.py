@@ -51,7 +51,7 @@ def exact_search(
     device: str | None = None,
     advance: Callable[[int], None] = lambda vectors: None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Equals `brute_force`. `advance` is told how many vectors have passed. Queries (n, dim) and results must fit in memory."""
+    """Equals `brute_force`. `advance` is called with the number of vectors that have passed. Queries and results must fit in memory."""
     check_device(device)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = torch.from_numpy(np.ascontiguousarray(queries)).to(place)

@@ -29,7 +29,7 @@ def open_index(vectors: Vectors, factory: str, file: Path, advance: Callable[[in
         try:
             return faiss.read_index(str(file))
         except RuntimeError as error:
-            raise DataError(f"{file} cannot be read ({_reason(error)}); remove it, and it is built anew") from error
+            raise DataError(f"{file} cannot be read ({_reason(error)}); remove it, and it is built again") from error
     index = _build(vectors, factory, advance)
     with whole_path(file) as part:
         faiss.write_index(index, str(part))

@@ -49,7 +49,7 @@ def model_checksum(model: SentenceTransformer) -> str:
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     for module in model.modules():
         config = module.get_config_dict() if isinstance(module, Module) else {}
-        kept = {key: value for key, value in config.items() if key != "max_seq_length"}  # may be given anew
+        kept = {key: value for key, value in config.items() if key != "max_seq_length"}  # may be given again
         digest.update(json.dumps([type(module).__name__, kept], sort_keys=True, default=str).encode())
     vocabulary = model.tokenizer.get_vocab() if hasattr(model.tokenizer, "get_vocab") else {}
     digest.update(json.dumps(sorted(vocabulary.items())).encode())

@@ -91,7 +91,7 @@ def read_entry(folder: Path, number: int) -> ShardEntry | None:
         return None
     try:
         entry = ShardEntry(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):  # cut off or not ours: made anew
+    except (ValueError, TypeError):  # cut off or not ours: made again
         return None
     expected = {entry.vectors_name: entry.vectors_sha256, entry.ids_name: entry.ids_sha256}
     whole = all((folder / name).exists() and sha256_of(folder / name) == checksum for name, checksum in expected.items())
@@ -99,7 +99,7 @@ def read_entry(folder: Path, number: int) -> ShardEntry | None:
 
 
 def forget_entry(folder: Path, number: int) -> None:
-    """Say that a shard is not whole, before it is written anew."""
+    """Say that a shard is not whole, before it is written again."""
     _entry_file(folder, number).unlink(missing_ok=True)
 
 

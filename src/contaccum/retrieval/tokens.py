@@ -65,7 +65,7 @@ class DirectReader:
 
 
 def _unpacked(file: Path, texts: int) -> list[NDArray[np.int32]] | None:
-    """Lengths first, then all ids; None where there is no whole file: it is made anew."""
+    """Lengths first, then all ids; None where there is no whole file: it is made again."""
     try:
         packed = np.load(file)
     except (FileNotFoundError, ValueError, EOFError):

@@ -4,12 +4,12 @@ A micro-batch of a few texts is computed faster than Python can launch its kerne
 
 - Recorded are a tower's layers, forward and backward, when a shape is first seen in training. Batches are padded to a multiple of
   `MULTIPLE` tokens, so that shapes are few. Everything else (embeddings, pooling, the loss, passes without gradients) runs as always.
-- A recording reads and writes fixed addresses. So one pass at a time owns a `Lane`, from its forward pass to the end of its backward
-  pass; the recordings of a lane share its memory. Where a tower has more passes under way than `LANES`, they are not replayed.
+- A recording reads and writes fixed addresses. So one pass at a time owns a `RecordingPool`, from its forward to the end of its backward
+  pass; the recordings of a pool share its memory. Where a tower has more passes under way than `POOLS`, they are not replayed.
 - A recorded backward pass adds to the gradients of all parameters itself, not through autograd. (So does `torch.autograd.grad`, whatever
   it is asked for.) They are parts of one tensor of the tower's, which stays where it is. Hooks would not be called, so where there are
   any, and with several processes, nothing is replayed.
-- Weights that are moved, frozen or released are noticed, and everything is recorded anew.
+- Weights that are moved, frozen or released are noticed, and everything is recorded again.
 - Random numbers go on as if nothing had been recorded: dropout draws what it always draws.
 """
 
@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
-from contaccum.towers.recording import Gradients, Lane, Recording, Replay
+from contaccum.towers.recording import Gradients, Recording, RecordingPool, Replay
 from contaccum.towers.speed import UNPADDABLE, attends_to_all, count_tokens, encoders, shows_layers, stacks, towers, uncount_tokens
 
 MULTIPLE = 32  # tokens
-LANES = 2  # passes of one tower at a time: two where it serves queries and passages
-LIMIT = 64  # recordings of a lane
+POOLS = 2  # passes of one tower at a time: two where it serves queries and passages
+LIMIT = 64  # recordings of a pool
 
 
 def graph_towers(model: SentenceTransformer) -> None:
@@ -73,7 +73,7 @@ def forget_recordings(model: nn.Module) -> None:
     for encoder in encoders(model):
         for stack, _ in stacks(encoder):
             if isinstance(graphed := stack.__dict__.get("forward"), GraphedStack):
-                graphed.lanes = []  # gradients stay: parameters have them
+                graphed.pools = []  # gradients stay: parameters have them
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -137,13 +137,13 @@ class GraphedStack:
             self._look()
         key = (*options, *map(_shape, values), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         with _on(inputs[0].device):
-            lane = self._lane(key, sum(tensor.numel() for tensor in inputs)) if self._replayable() else None
-            if lane is None:
+            pool = self._pool(key, sum(tensor.numel() for tensor in inputs)) if self._replayable() else None
+            if pool is None:
                 return self.plain(*arguments, **options)
-            if key not in lane.recordings:
-                lane.recordings[key] = self._record(lane, arguments, options)
-            recording = lane.recordings[key]
-            return recording.result(Replay.apply(lane, recording, self.parameters[0], *inputs))
+            if key not in pool.recordings:
+                pool.recordings[key] = self._record(pool, arguments, options)
+            recording = pool.recordings[key]
+            return recording.result(Replay.apply(pool, recording, self.parameters[0], *inputs))
 
     def _look(self) -> None:
         """What there is to record; nothing is, so far."""
@@ -153,7 +153,7 @@ class GraphedStack:
         self.of_one_kind = len({(p.dtype, p.device) for p in self.parameters}) == 1
         self.state = self._state()
         self.gradients: Gradients | None = None
-        self.lanes: list[Lane] = []
+        self.pools: list[RecordingPool] = []
 
     def _state(self) -> list[Any]:
         parameters = [place.get(name) for place, name in self.places]
@@ -170,36 +170,36 @@ class GraphedStack:
         inner = self.modules[1:]  # calls of the stack itself are not replayed
         return not any(module.__dict__.get(name) for module in inner for name in watched)
 
-    def _lane(self, key: Any, size: int) -> Lane | None:
+    def _pool(self, key: Any, size: int) -> RecordingPool | None:
         """One that no pass owns, and that has a recording or room for it."""
-        lane = next((lane for lane in self.lanes if lane.free), None)
-        if lane is None and len(self.lanes) < LANES:
+        pool = next((pool for pool in self.pools if pool.free), None)
+        if pool is None and len(self.pools) < POOLS:
             self.gradients = self.gradients or Gradients(self.parameters)
-            self.lanes.append(lane := Lane(self.gradients))
-        if lane is None or key in lane.recordings:
-            return lane
-        if len(lane.recordings) == LIMIT:
+            self.pools.append(pool := RecordingPool(self.gradients))
+        if pool is None or key in pool.recordings:
+            return pool
+        if len(pool.recordings) == LIMIT:
             return None
-        if size > lane.largest:  # its memory can serve the smaller ones that follow, but not theirs this one
-            lane.forget()
-            lane.largest = size
-        return lane
+        if size > pool.largest:  # its memory can serve the smaller ones that follow, but not theirs this one
+            pool.forget()
+            pool.largest = size
+        return pool
 
-    def _record(self, lane: Lane, arguments: Sequence[Any], options: dict[str, Any]) -> Recording:
+    def _record(self, pool: RecordingPool, arguments: Sequence[Any], options: dict[str, Any]) -> Recording:
         """Of a call with these arguments, the tensors among them being inputs. Where memory runs out, others are given up for it."""
         values = [*arguments, *options.values()]
 
         def call(inputs: Sequence[Tensor]) -> Any:
-            given = iter(inputs)
-            now = [next(given) if isinstance(value, Tensor) else value for value in values]
+            tensors = iter(inputs)
+            now = [next(tensors) if isinstance(value, Tensor) else value for value in values]
             return self.plain(*now[: len(arguments)], **dict(zip(options, now[len(arguments) :], strict=True)))
 
         for last in (False, True):  # not within the first's handling, which holds what it had computed
             try:
                 with _nothing_collected(), _others_in_place_of(self.parameters, self.stack) as others:
-                    return Recording(call, [value for value in values if isinstance(value, Tensor)], others, lane)
+                    return Recording(call, [value for value in values if isinstance(value, Tensor)], others, pool)
             except torch.OutOfMemoryError:
-                for other in self.lanes:
+                for other in self.pools:
                     if other.free:
                         other.forget()
                 if last:

@@ -1,7 +1,7 @@
 """One recording of a tower's layers, and what recordings share. What is recorded, and when it is replayed: `contaccum.towers.cuda_graphs`.
 
 - `Recording`: a forward and a backward pass for inputs of one shape, each a CUDA graph.
-- `Lane`: the memory that recordings use, one pass at a time.
+- `RecordingPool`: the memory that recordings use, one pass at a time.
 - `Gradients`: where their backward passes add. These are the parameters' own gradients, parts of one tensor that stays where it is.
 - `Replay`: a replayed recording as autograd sees it.
 """
@@ -24,40 +24,40 @@ SPARE = 64 << 20  # bytes that a recording leaves to what comes between micro-st
 
 
 class Recording:
-    """The forward and backward pass of `call` for inputs of one shape. Gradients of `parameters` are added where the lane has them."""
+    """The forward and backward pass of `call` for inputs of one shape. Gradients of `parameters` are added where the pool has them."""
 
     def __init__(
-        self, call: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter], lane: Lane
+        self, call: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor], parameters: Sequence[nn.Parameter], pool: RecordingPool
     ) -> None:
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         random = torch.cuda.get_rng_state()
         try:
-            self._capture(call, parameters, lane)
+            self._capture(call, parameters, pool)
         finally:
             torch.cuda.set_rng_state(random)
 
-    def _capture(self, call: Callable[[Sequence[Tensor]], Any], parameters: Sequence[nn.Parameter], lane: Lane) -> None:
-        assert lane.pool is not None
-        pool: Any = lane.pool.id
+    def _capture(self, call: Callable[[Sequence[Tensor]], Any], parameters: Sequence[nn.Parameter], pool: RecordingPool) -> None:
+        assert pool.memory is not None
+        handle: Any = pool.memory.id
         wanted = [*(tensor for tensor in self.inputs if tensor.requires_grad), *parameters]
         # other threads may copy and allocate meanwhile
-        recorded = partial(torch.cuda.graph, pool=pool, stream=_stream(), capture_error_mode="thread_local")
-        # weights change between replays, so each has to cast them anew
+        recorded = partial(torch.cuda.graph, pool=handle, stream=_stream(), capture_error_mode="thread_local")
+        # weights change between replays, so each has to cast them again
         half = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), cache_enabled=False)
         with half, torch.autograd.set_multithreading_enabled(False):
             torch.cuda.empty_cache()  # where memory runs out in what follows, PyTorch does not do so by itself
             spare = torch.empty(SPARE, dtype=torch.uint8, device="cuda")
             _stream().wait_stream(torch.cuda.current_stream())
             # kernels are loaded and compiled before they are recorded
-            with torch.cuda.stream(_stream()), torch.cuda.use_mem_pool(lane.pool), _gradients_dropped(wanted):
+            with torch.cuda.stream(_stream()), torch.cuda.use_mem_pool(pool.memory), _gradients_dropped(wanted):
                 outputs = self._keep(call(self.inputs))
                 torch.autograd.backward(outputs, [torch.zeros_like(output) for output in outputs], inputs=wanted)
                 del outputs
             with recorded(self.forward):
                 outputs = self._keep(call(self.inputs))
             self.output_gradients = [torch.zeros_like(output) for output in outputs]
-            for parameter, part in zip(parameters, lane.gradients.parts, strict=True):
+            for parameter, part in zip(parameters, pool.gradients.parts, strict=True):
                 parameter.grad = part  # which autograd adds to in place, one after the other
             with recorded(self.backward):
                 torch.autograd.backward(outputs, self.output_gradients, inputs=wanted)
@@ -73,8 +73,8 @@ class Recording:
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """As `call` returns it."""
-        given = iter(outputs)
-        return tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self.leaves], self.form)
+        values = iter(outputs)
+        return tree_unflatten([next(values) if leaf is _TENSOR else leaf for leaf in self.leaves], self.form)
 
     def replay_forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for place, tensor in zip(self.inputs, inputs, strict=True):
@@ -83,7 +83,7 @@ class Recording:
         return self.outputs
 
     def replay_backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of the inputs; those of parameters are then in the lane."""
+        """Of the inputs; those of parameters are then in the pool."""
         for place, gradient in zip(self.output_gradients, gradients, strict=True):
             place.copy_(gradient)
         self.backward.replay()
@@ -118,13 +118,13 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.whole = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        self.parts = _unflatten_dense_tensors(self.whole, parameters)
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        self.parts = _unflatten_dense_tensors(self.flat, parameters)
         self.alone = self._holders()
 
     def _holders(self) -> int:
         """Tensors in this memory."""
-        return int(torch._C._storage_Use_Count(self.whole.untyped_storage()._cdata))
+        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
 
     @contextmanager
     def added(self) -> Iterator[None]:
@@ -146,13 +146,13 @@ class Gradients:
     @contextmanager
     def _lent(self) -> Iterator[None]:
         """The same where what is there has to be there again afterwards."""
-        kept = self.whole.clone()
-        self.whole.zero_()
+        kept = self.flat.clone()
+        self.flat.zero_()
         try:
             yield
-            new = _unflatten_dense_tensors(self.whole.clone(), self.parameters)
+            new = _unflatten_dense_tensors(self.flat.clone(), self.parameters)
         finally:
-            self.whole.copy_(kept)
+            self.flat.copy_(kept)
         there = [(p.grad, part) for p, part in zip(self.parameters, new, strict=True) if p.grad is not None]
         if there:
             torch._foreach_add_([gradient for gradient, _ in there], [part for _, part in there])
@@ -161,7 +161,7 @@ class Gradients:
                 p.grad = part
 
 
-class Lane:
+class RecordingPool:
     """What recordings of one tower share: their memory, and where they leave the gradients of its parameters. Owned by one pass."""
 
     def __init__(self, gradients: Gradients) -> None:
@@ -173,7 +173,7 @@ class Lane:
         """All recordings, and then their memory: not every PyTorch lets it go before them."""
         self.largest = 0
         self.recordings: dict[Any, Recording] = {}
-        self.pool = torch.cuda.MemPool() if torch.cuda.is_available() else None
+        self.memory = torch.cuda.MemPool() if torch.cuda.is_available() else None
 
     @property
     def free(self) -> bool:
@@ -190,26 +190,26 @@ class Lane:
 
 
 class _Pass:
-    """Owns a lane as long as autograd may ask for its backward pass."""
+    """Owns a pool as long as autograd may ask for its backward pass."""
 
 
 class Replay(torch.autograd.Function):
     """A recording in place of what was recorded, as autograd sees it."""
 
     @staticmethod
-    def forward(ctx: Any, lane: Lane, recording: Recording, parameter: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, pool: RecordingPool, recording: Recording, parameter: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         # `parameter`: one of those that have gradients, whether the inputs do or not
-        ctx.recording, ctx.lane, ctx.owner = recording, lane, _Pass()  # let go in this order, see `Lane.forget`
-        lane.take(ctx.owner)
+        ctx.recording, ctx.pool, ctx.owner = recording, pool, _Pass()  # let go in this order, see `RecordingPool.forget`
+        pool.take(ctx.owner)
         return tuple(output.clone() for output in recording.replay_forward(inputs))  # the next pass writes to the same place
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        lane: Lane = ctx.lane
-        if not lane.owned_by(ctx.owner):
+        pool: RecordingPool = ctx.pool
+        if not pool.owned_by(ctx.owner):
             raise RuntimeError("a second backward pass through towers with CUDA graphs; leave cuda_graphs out")
-        with lane.gradients.added():
+        with pool.gradients.added():
             of_inputs = ctx.recording.replay_backward(gradients)
-        lane.give_back()
+        pool.give_back()
         return (None, None, None, *of_inputs)

@@ -128,7 +128,7 @@ def check_unpadded(precision: str, compiled: bool, cuda: bool) -> None:
 
 
 def unpads_by_itself(model: SentenceTransformer, precision: str) -> bool:
-    """Whether training leaves padding out unless told otherwise: where texts of one length take as long, and others less."""
+    """Whether training leaves padding out by default: where texts of one length take as long, and others less."""
     able = all(can_unpad(encoder) and not shows_layers(encoder.config) for encoder in encoders(model))
     return able and precision != "fp32" and has_flash_attention()
 
@@ -178,7 +178,7 @@ def has_flash_attention() -> bool:
 
 
 def count_tokens(tower: Transformer) -> None:
-    """Have its texts' tokens counted when they are tokenised, and its encoder told."""
+    """Have its texts' tokens counted when they are tokenised, and passed to its encoder."""
     tower.preprocess = types.MethodType(_preprocess_counting, tower)  # type: ignore[method-assign]
     if tower.model_forward_params is not None:
         tower.model_forward_params |= {COUNTS}

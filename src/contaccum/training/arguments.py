@@ -72,6 +72,6 @@ def tokenizing_workers(config: TrainConfig) -> int:
 
 @cache
 def _forked_tokenise_alone() -> None:
-    """A tokenizer's threads do not follow into a forked process; told to use them (TOKENIZERS_PARALLELISM=true), it would wait forever."""
+    """A tokenizer's threads do not follow into a forked process; with TOKENIZERS_PARALLELISM=true it would wait forever."""
     if hasattr(os, "register_at_fork"):  # where processes are forked at all
         os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))

@@ -17,8 +17,8 @@ from contaccum.training.logfile import append_lines, keep_updates
 
 METRICS = ("MRR", "NDCG", "Recall", "Accuracy")
 RANKS = (1, 10, 20, 100)
-Texts = dict[str, Any]  # texts by id; Any for the evaluator, which takes pictures too
-Parts = tuple[Texts, Texts, dict[str, set[str]]]  # queries, passages, query -> relevant passages
+TextsById = dict[str, Any]  # texts by id; Any for the evaluator, which takes pictures too
+Parts = tuple[TextsById, TextsById, dict[str, set[str]]]  # queries, passages, query -> relevant passages
 SHOWN = ("MRR@10", "NDCG@10", "Recall@100", "Accuracy@1", "Accuracy@20", "Accuracy@100")
 
 
@@ -59,12 +59,12 @@ def _of_rows(path: Path, split: str) -> Parts:
     rows = load_training_set(path, split)
     if not len(rows):
         raise DataError(f"{path} has no rows in its split {split!r}; give another --dev or --dev-split")
-    collection: Texts = {}
+    collection: TextsById = {}
     number: dict[str, str] = {}
     for row in rows:
         for text in [row["positive"], *row["negatives"]]:
             collection[number.setdefault(text, str(len(number)))] = text
-    queries: Texts = {}
+    queries: TextsById = {}
     relevant: dict[str, set[str]] = {}
     for row in rows:  # a query with several positives has several rows
         queries[row["query"]] = row["query"]
@@ -72,7 +72,7 @@ def _of_rows(path: Path, split: str) -> Parts:
     return queries, collection, relevant
 
 
-def _some(collection: Texts, wanted: set[str], others: int, seed: int) -> Texts:
+def _some(collection: TextsById, wanted: set[str], others: int, seed: int) -> TextsById:
     rest = [key for key in collection if key not in wanted]
     chosen = wanted | set(random.Random(seed).sample(rest, min(others, len(rest))))
     return {key: text for key, text in collection.items() if key in chosen}

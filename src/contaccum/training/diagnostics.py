@@ -123,14 +123,14 @@ class Diagnostics(FlushedLog):
     def _resolved(self, line: dict[str, Any]) -> dict[str, Any]:
         """The line with tensors and clocks read."""
         norms = {name: float(norm) for name, norm in line.pop("norms").items()}
-        told = {"update": line.pop("update"), **{f"{name}_grad_norm": norm for name, norm in norms.items()}}
-        told["grad_norm_ratio"] = norms["passage"] / norms["query"] if norms.get("query") else None
+        entry = {"update": line.pop("update"), **{f"{name}_grad_norm": norm for name, norm in norms.items()}}
+        entry["grad_norm_ratio"] = norms["passage"] / norms["query"] if norms.get("query") else None
         watch: Stopwatch | None = line.pop("watch", None)
         if watch is not None:
-            told["seconds"] = watch.seconds(PHASES)  # waits for the GPU, hence the clock is right
-            told["samples_per_second"] = self.counted / (time.perf_counter() - self.since)
+            entry["seconds"] = watch.seconds(PHASES)  # waits for the GPU, hence the clock is right
+            entry["samples_per_second"] = self.counted / (time.perf_counter() - self.since)
             self.counted, self.since = 0, time.perf_counter()
-        return told | line
+        return entry | line
 
 
 def troubles(lines: Sequence[dict[str, Any]], correction: str | None = None) -> Iterator[tuple[str, str]]:
@@ -175,8 +175,8 @@ def bank_shift(bank: DualBank) -> dict[str, float] | None:
     """
     if bank.size < SHIFT_FROM or len(bank) < bank.size:
         return None
-    told = {"passage": bank.passages[:, 0], "query": bank.queries}
-    return {name: _shift(vectors.float()) for name, vectors in told.items() if len(vectors) >= SHIFT_FROM}
+    entry = {"passage": bank.passages[:, 0], "query": bank.queries}
+    return {name: _shift(vectors.float()) for name, vectors in entry.items() if len(vectors) >= SHIFT_FROM}
 
 
 def _shift(vectors: Tensor) -> float:

@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity
 
 from contaccum.adapters.losses import ContAccumLoss
 
-KEPT = 4  # texts of each micro-batch
+TEXTS_PER_MICRO_BATCH = 4  # texts of each micro-batch
 
 
 class BankProbe:
@@ -23,7 +23,7 @@ class BankProbe:
 
     def __init__(self, loss: ContAccumLoss) -> None:
         self.loss = loss
-        self.texts: dict[int, list[dict[str, Any]]] = {}  # first tuple's number -> columns of features of KEPT tuples
+        self.texts: dict[int, list[dict[str, Any]]] = {}  # first tuple's number -> columns of features of TEXTS_PER_MICRO_BATCH tuples
         loss.register_forward_pre_hook(self._keep)
 
     def _keep(self, _: Any, arguments: tuple[Any, ...]) -> None:
@@ -72,7 +72,7 @@ def _first_texts(column: dict[str, Any], size: int) -> dict[str, Any]:
     def is_per_text(value: Any) -> bool:
         return isinstance(value, Tensor) and value.ndim > 0 and len(value) == size
 
-    return {name: value[:KEPT].clone() if is_per_text(value) else value for name, value in column.items()}
+    return {name: value[:TEXTS_PER_MICRO_BATCH].clone() if is_per_text(value) else value for name, value in column.items()}
 
 
 def _mean_of(place: int, age: float, cosines: list[tuple[float | None, float]]) -> dict[str, Any]:

@@ -35,14 +35,14 @@ from contaccum.memory.limit import limit_memory, peak_bytes
 from contaccum.memory.plan import planned
 from contaccum.methods.config import AUTO, TrainConfig, load_config, with_bank
 from contaccum.methods.loss import build_loss
-from contaccum.methods.table import Batches, cut, get_method
+from contaccum.methods.table import Batches, get_method, split_update
 from contaccum.towers.cuda_graphs import check_graphs, graph_towers
 from contaccum.towers.dual_encoder import dual_encoder
 from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
 from contaccum.training.arguments import training_arguments
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
-from contaccum.training.runlog import EpochOf, Progress, RunLog
+from contaccum.training.runlog import EpochForNegatives, Progress, RunLog
 
 
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         config = planned(config, len(columns), processes)
         if main:
             print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
-    batches = cut(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
+    batches = split_update(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
     config = _bank_for(config, batches, len(dataset), processes, main)
     dev = _dev(config)
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
@@ -76,7 +76,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
-    trainer = (HalvingTrainer if auto and not get_method(config.method).whole else ContAccumTrainer)(
+    trainer = (HalvingTrainer if auto and not get_method(config.method).one_batch else ContAccumTrainer)(
         model=model,
         args=training_arguments(config, batches, processes, len(dataset), columns),
         train_dataset=dataset,
@@ -240,7 +240,7 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
 def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog, draw: Any, main: bool) -> list[TrainerCallback]:
     watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
     if draw is not None:
-        watching.append(EpochOf(draw))
+        watching.append(EpochForNegatives(draw))
     if config.diagnose_every:
         every, mass_every = config.diagnose_every, 5 * config.diagnose_every
         watching.append(Diagnostics(run / "diagnostics.jsonl", loss, every, mass_every, config.drift_every, writes=main))

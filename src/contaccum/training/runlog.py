@@ -89,8 +89,8 @@ class Progress(TrainerCallback):
         if self.bar is None:
             return
         done, total = state.global_step, state.max_steps
-        told = self.log.last and (not self.bar.disable or done * 10 // total > (done - 1) * 10 // total)
-        if told:
+        shown = self.log.last and (not self.bar.disable or done * 10 // total > (done - 1) * 10 // total)
+        if shown:
             speed = (done - self.first) * self.samples_per_update / (time.perf_counter() - self.started)
             text = f"loss {self.log.last['loss']:.4f}, {self.log.last['negatives_per_query']} negatives, {speed:.0f} samples/s"
             if self.bar.disable:
@@ -103,8 +103,8 @@ class Progress(TrainerCallback):
             self.bar.close()
 
 
-class EpochOf(TrainerCallback):
-    """Tells whoever draws hard negatives which epoch it is."""
+class EpochForNegatives(TrainerCallback):
+    """Keeps the epoch of the drawn hard negatives at the trainer's."""
 
     def __init__(self, draw: DrawNegatives) -> None:
         self.draw = draw

@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 from contaccum.common.errors import DataError
 from contaccum.data.readers.files import SUFFIXES, find, passage_text, read_jsonl, read_lines, shown, text_field
 from contaccum.data.readers.ids import SeenIds
-from contaccum.data.readers.rows import Row, Tally
+from contaccum.data.readers.rows import Tally, TrainingRow
 
 
-class Texts(Protocol):
+class TextLookup(Protocol):
     """id -> text: a dict, or a store on disk."""
 
     def get(self, key: str, /) -> str | None: ...
@@ -90,7 +90,7 @@ def read_pairs(folder: Path, split: str) -> list[tuple[str, str]]:
     return [(row["query"], row["positive"]) for row in training_rows(qrels_path, queries, corpus, Tally())]
 
 
-def training_rows(qrels_path: Path, queries: Texts, corpus: Texts, tally: Tally) -> Iterator[Row]:
+def training_rows(qrels_path: Path, queries: TextLookup, corpus: TextLookup, tally: Tally) -> Iterator[TrainingRow]:
     """A row without negatives per positive judgement, in the file's order."""
     empty = True
     for line, query_id, document_id, score in read_judgements(qrels_path):
@@ -101,7 +101,7 @@ def training_rows(qrels_path: Path, queries: Texts, corpus: Texts, tally: Tally)
         if document is None:
             raise DataError(f"{qrels_path}, line {line}: names the document {shown(document_id)}, which corpus.jsonl does not hold")
         if score > 0:
-            yield Row(query=query, positive=document, negatives=[], answers=[])
+            yield TrainingRow(query=query, positive=document, negatives=[], answers=[])
         else:
             tally.dropped["judged not relevant"] += 1
     if empty:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 from contaccum.common.errors import DataError
 from contaccum.data.readers.dpr import MAX_FIELD_CHARACTERS
 from contaccum.data.readers.files import bare_suffix, checked_text, listed, read_jsonl, read_lines, shown
-from contaccum.data.readers.rows import Row
+from contaccum.data.readers.rows import TrainingRow
 
 Record = tuple[str, Mapping[str, Any]]  # the place, for messages, and column -> value
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -41,11 +41,11 @@ class Columns:
         return list(self.negatives) or [name for name in there if USUAL_NEGATIVES.fullmatch(name)]
 
 
-def training_rows(records: Iterator[Record], columns: Columns) -> Iterator[Row]:
+def training_rows(records: Iterator[Record], columns: Columns) -> Iterator[TrainingRow]:
     """A row per record. A value is a text or, of negatives and "answers", a list of texts; a missing one (null) is blank."""
     for place, record in records:
         require_columns(columns, record, place)
-        yield Row(
+        yield TrainingRow(
             query=_text(record[columns.query], columns.query, place),
             positive=_text(record[columns.positive], columns.positive, place),
             negatives=[text for name in columns.negative_columns(record) for text in _texts(record[name], name, place)],

@@ -12,7 +12,7 @@ from contaccum.common.errors import DataError
 from contaccum.data.readers.files import checked_text, listed, passage_text, read_lines, shown, text_field
 from contaccum.data.readers.ids import SeenIds
 from contaccum.data.readers.json_array import read_array
-from contaccum.data.readers.rows import Row, Tally
+from contaccum.data.readers.rows import Tally, TrainingRow
 
 MAX_FIELD_CHARACTERS = 2**24  # of a passage; Python's default of 131,072 refuses some
 
@@ -59,7 +59,7 @@ def read_dpr(path: Path) -> Iterator[DprRecord]:
         raise DataError(f"{path} holds no records")
 
 
-def training_rows(path: Path, tally: Tally, require_negatives: bool | None = None) -> Iterator[Row]:
+def training_rows(path: Path, tally: Tally, require_negatives: bool | None = None) -> Iterator[TrainingRow]:
     """A row per record: its first positive, as DPR trains, and its `training_negatives`.
 
     Records without a positive are dropped and counted; so are those without any negative. `require_negatives=False` keeps the latter;
@@ -74,7 +74,7 @@ def training_rows(path: Path, tally: Tally, require_negatives: bool | None = Non
         elif require_negatives and not negatives:
             tally.dropped["without a negative"] += 1
         else:
-            yield Row(
+            yield TrainingRow(
                 query=record.question,
                 positive=str(record.positives[0]),
                 negatives=[str(passage) for passage in negatives],

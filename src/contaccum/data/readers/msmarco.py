@@ -16,10 +16,10 @@ from typing import Any
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.data.readers.beir import Texts, is_beir
+from contaccum.data.readers.beir import TextLookup, is_beir
 from contaccum.data.readers.files import SUFFIXES, find, listed, read_jsonl, shown
-from contaccum.data.readers.rows import Row, Tally
-from contaccum.data.readers.scores import read_scores, whole
+from contaccum.data.readers.rows import Tally, TrainingRow
+from contaccum.data.readers.scores import msmarco_id, read_scores
 
 NEGATIVES_FILE = "msmarco-hard-negatives.jsonl"
 SCORES_FILE = "cross-encoder-ms-marco-MiniLM-L-6-v2-scores.pkl"
@@ -64,8 +64,8 @@ def read_candidates(path: Path, systems: Sequence[str], tally: Tally) -> dict[in
 
 def _candidates_record(record: dict[str, Any], path: Path, line: int) -> tuple[int, list[int], dict[str, list[int]]]:
     try:
-        negatives = {system: [whole(key) for key in keys] for system, keys in record["neg"].items()}
-        return whole(record["qid"]), [whole(key) for key in record["pos"]], negatives
+        negatives = {system: [msmarco_id(key) for key in keys] for system, keys in record["neg"].items()}
+        return msmarco_id(record["qid"]), [msmarco_id(key) for key in record["pos"]], negatives
     except KeyError as error:
         raise DataError(f"{path}, line {line}: no {error}; fields there: {listed(record)}") from error
     except (AttributeError, TypeError) as error:
@@ -103,20 +103,20 @@ def keep_by_margin(candidates: dict[int, Candidates], scores: Path, margin: floa
 
 def _score_table(by_passage: dict[Any, Any], query: int, path: Path) -> dict[int, float]:
     try:
-        return {whole(key): float(score) for key, score in by_passage.items()}
+        return {msmarco_id(key): float(score) for key, score in by_passage.items()}
     except (TypeError, ValueError) as error:
         raise DataError(f"{path}: the scores of query {query} are no numbers by passage ({error})") from error
 
 
 def training_rows(
     folder: Path,
-    queries: Texts,
-    corpus: Texts,
+    queries: TextLookup,
+    corpus: TextLookup,
     tally: Tally,
     systems: Sequence[str] = SYSTEMS,
     margin: float = MARGIN,
     negatives_per_query: int = NEGATIVES_PER_QUERY,
-) -> Iterator[Row]:
+) -> Iterator[TrainingRow]:
     """A row per query and positive, in the order of the hard-negative file; queries that keep no negative are dropped and counted."""
     source = find(folder, NEGATIVES_FILE)
     candidates = read_candidates(source, systems, tally)
@@ -131,10 +131,10 @@ def training_rows(
             negatives = [_text(corpus, passage, "document", "corpus.jsonl", source) for passage in entry.negatives]
             for passage in entry.positives:
                 positive = _text(corpus, passage, "document", "corpus.jsonl", source)
-                yield Row(query=query, positive=positive, negatives=negatives, answers=[])
+                yield TrainingRow(query=query, positive=positive, negatives=negatives, answers=[])
 
 
-def _text(texts: Texts, key: int, kind: str, file: str, source: Path) -> str:
+def _text(texts: TextLookup, key: int, kind: str, file: str, source: Path) -> str:
     text = texts.get(str(key))
     if text is None:
         raise DataError(f"{source} names the {kind} {key}, which {file} does not hold; do the files belong together?")

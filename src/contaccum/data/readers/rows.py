@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 
-class Row(TypedDict):
+class TrainingRow(TypedDict):
     """One row of `contaccum.data.training_set.FEATURES`."""
 
     query: str

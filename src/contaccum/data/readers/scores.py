@@ -29,7 +29,7 @@ def read_scores(path: Path, sink: Sink) -> None:
             raise
         except Exception as error:  # a damaged pickle can fail in any way, a hostile one is refused by `find_class`
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(f"{path}: no pickle of scores ({reason[:200]}); fetch the file anew") from error
+            raise DataError(f"{path}: no pickle of scores ({reason[:200]}); fetch the file again") from error
     if not isinstance(rest, dict) or rest:
         raise DataError(f"{path}: {{query id: {{passage id: score}}}} is needed, not {shown(rest)}")
 
@@ -63,7 +63,7 @@ class _Scores(pickle._Unpickler):
     def _set(self, keys: list[Any], values: list[Any]) -> None:
         if values and isinstance(values[0], dict):
             for key, value in zip(keys, values, strict=True):
-                self.sink(whole(key), value)
+                self.sink(msmarco_id(key), value)
         else:
             self.stack[-1].update(zip(keys, values, strict=True))  # type: ignore[attr-defined]
 
@@ -111,7 +111,7 @@ def _latin1(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-def whole(key: Any) -> int:
+def msmarco_id(key: Any) -> int:
     """An identifier of MS MARCO, which is a whole number, from the number or its digits."""
     if isinstance(key, int) and not isinstance(key, bool) and 0 <= key < 2**63:
         return key

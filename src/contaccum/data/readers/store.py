@@ -15,7 +15,7 @@ class TextStore:
 
     def __init__(self, path: Path, texts: Iterable[tuple[str, str]]) -> None:
         self._database = sqlite3.connect(path)
-        # A scratch file: whoever is interrupted starts anew, so nothing has to survive a crash.
+        # A scratch file: whoever is interrupted starts again, so nothing has to survive a crash.
         self._database.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{CACHE_KIB};")
         self._database.execute("CREATE TABLE texts (id TEXT PRIMARY KEY, text TEXT)")
         with self._database:

@@ -2,7 +2,7 @@
 
 1. Dropout is one kernel that keeps a mask of one byte per element.
 2. Attention with a padding mask is the memory-efficient kernel: flash attention takes no mask. It keeps query, key, value, the output, one
-   logarithm per row (float32, rows padded to 32) and the mask as a bias in the computing precision, which PyTorch makes anew in every
+   logarithm per row (float32, rows padded to 32) and the mask as a bias in the computing precision, which PyTorch makes again in every
    layer; never the scores. Its backward allocates the three gradients and one float32 buffer of the output's size. cuDNN's kernel, which
    newer GPUs may take for half precision, keeps the same tensors.
 3. Autocast runs normalisation, softmax and a few others in float32. Matrix products are the same on both.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from contaccum.memory.limit import blas_workspace_bytes
 from contaccum.memory.prediction.loss import LossTrace, record_loss
 from contaccum.memory.prediction.towers import Tower, can_checkpoint, record, tower_configs
-from contaccum.memory.prediction.update import Simulation, Texts, Update
+from contaccum.memory.prediction.update import Simulation, TowerInput, Update
 from contaccum.methods.config import PRECISIONS, TrainConfig, check_bank, with_bank
-from contaccum.methods.table import cut, get_method
+from contaccum.methods.table import get_method, split_update
 from contaccum.towers.dual_encoder import POOLINGS, SIMILARITIES
 
 # What decides the memory of loss and bank, besides the size of the micro-batch. They compute in float32 whatever the towers do.
@@ -61,9 +61,9 @@ class Predictor:
 
     def update(self, config: TrainConfig, query_tokens: int | None = None, processes: int = 1, apart: bool = False) -> Update:
         config = with_bank(config)
-        batches = cut(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
-        queries = Texts(self._tower(config, 0, query_tokens or config.max_seq_length), query_tokens or config.max_seq_length, 1)
-        passages = Texts(self._tower(config, 1, config.max_seq_length), config.max_seq_length, 1 + (config.hard_negatives or 0))
+        batches = split_update(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
+        queries = TowerInput(self._tower(config, 0, query_tokens or config.max_seq_length), query_tokens or config.max_seq_length, 1)
+        passages = TowerInput(self._tower(config, 1, config.max_seq_length), config.max_seq_length, 1 + (config.hard_negatives or 0))
         if queries.tower.width != passages.tower.width:
             raise ValueError(
                 f"the towers' vectors have {queries.tower.width} and {passages.tower.width} dimensions; give a pair of one width"

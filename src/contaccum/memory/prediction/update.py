@@ -26,7 +26,7 @@ FEATURES = 3  # input_ids, attention_mask, token_type_ids
 
 
 @dataclass(frozen=True)
-class Texts:
+class TowerInput:
     """A tower and the texts that pass through it at once."""
 
     tower: Tower
@@ -38,8 +38,8 @@ class Texts:
 class Update:
     """All that decides the memory of an update."""
 
-    queries: Texts
-    passages: Texts
+    queries: TowerInput
+    passages: TowerInput
     tied: bool
     samples: int  # whose activations are alive at once
     micro_steps: int
