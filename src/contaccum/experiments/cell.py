@@ -51,7 +51,7 @@ def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         if run.exists() and not begun:
             shutil.rmtree(run)
         summary = train(config, resume=begun)
-    metrics = judge_run(run, data, folder.parent.parent / "data" / "tokens") if spec["evaluated"] else {}
+    metrics = judge_run(run, data) if spec["evaluated"] else {}
     return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
 
 
@@ -66,8 +66,8 @@ def _updates(options: dict[str, Any]) -> int:
     return math.ceil(float(options.get("epochs", 40)) * per_epoch)
 
 
-def judge_run(run: Path, data: Ready, token_cache: Path) -> dict[str, float]:
-    """The finished model's metrics. Cells share the `token_cache`: tokenising a collection takes longer than a GPU needs to encode it."""
+def judge_run(run: Path, data: Ready) -> dict[str, float]:
+    """The finished model's metrics."""
     from contaccum.retrieval import judge
 
     sources: dict[str, Any] = {name: str(Path(path).resolve()) for name in SOURCES if (path := getattr(data, name)) is not None}
@@ -78,7 +78,6 @@ def judge_run(run: Path, data: Ready, token_cache: Path) -> dict[str, float]:
         "split": data.split,
         "match": data.match,
         "k": PASSAGES_RANKED,
-        "token_cache": token_cache,
         "progress": False,
     }
     found: dict[str, float] = judge(run / "model", output=run, **sources, **options, **by)["metrics"]

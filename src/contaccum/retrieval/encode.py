@@ -58,7 +58,6 @@ def encode(
     tokens_per_batch: int | None = None,
     precision: str | None = None,
     device: str | None = None,
-    token_cache: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Turn texts into vectors: a folder of shards, which `Vectors` reads.
@@ -80,17 +79,15 @@ def encode(
         precision: of the computation: fp32, bf16 or fp16; left out: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and half
             precision is what is stored; a value that overflows is noticed)
         device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one
-        token_cache: folder that keeps token ids, for encoding the same texts with the next checkpoint
     """
     from contaccum.retrieval.model import model_on_device
 
     started, output = time.monotonic(), Path(output)
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
     check_output(output)
-    check_output(token_cache, option="--token-cache")
     source = _Source(texts, queries, split)
     loaded = model_on_device(model, device, max_seq_length)
-    encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision, token_cache)
+    encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision)
     description = _description(loaded, encoder, model, source, dtype, shard_size)
     _open_output(output, description)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -115,17 +112,14 @@ def encode(
     }
 
 
-def make_encoder(
-    model: Any, task: str, tokens_per_batch: int | None, precision: str | None, token_cache: str | Path | None = None
-) -> Encoder:
+def make_encoder(model: Any, task: str, tokens_per_batch: int | None, precision: str | None) -> Encoder:
     """The encoder with the defaults of `encode` for the model's device and similarity."""
     from contaccum.retrieval.batches import Encoder
     from contaccum.retrieval.model import is_cosine
 
     on_gpu = model.device.type == "cuda"
     budget = tokens_per_batch or (65_536 if on_gpu else 4_096)
-    kept = None if token_cache is None else Path(token_cache)
-    return Encoder(model, task, budget, precision or ("fp16" if on_gpu else "fp32"), is_cosine(model), kept)
+    return Encoder(model, task, budget, precision or ("fp16" if on_gpu else "fp32"), is_cosine(model))
 
 
 def _shards(stream: Iterator[IdAndText], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[IdAndText]]]:

@@ -28,7 +28,6 @@ def judge(
     k: int = 100,
     dtype: str = "float16",
     device: str | None = None,
-    token_cache: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Rank the whole collection for each test query and return what `evaluate` does; vectors are not kept.
@@ -48,7 +47,6 @@ def judge(
         k: passages ranked for each query
         dtype: of the vectors: float16 or float32
         device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one
-        token_cache: folder that keeps token ids for the next model
     """
     if queries is None and is_beir(Path(collection)):
         queries, qrels = collection, qrels or collection
@@ -58,7 +56,7 @@ def judge(
     vectors, found = Path(output) / "vectors", Path(output) / "test.trec"
     where: dict[str, Any] = {"device": device, "progress": progress}
     try:
-        encode(model, collection, vectors / "passages", dtype=dtype, token_cache=token_cache, **where)
+        encode(model, collection, vectors / "passages", dtype=dtype, **where)
         encode(model, queries, vectors / "queries", queries=True, split=split, dtype=dtype, **where)
         search(vectors / "passages", vectors / "queries", found, k=k, verify=False, **where)  # files that were written just now
     finally:
