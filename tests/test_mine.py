@@ -167,8 +167,8 @@ def test_command_prints_json(prepared: Path, monkeypatch: pytest.MonkeyPatch, ca
     [
         (["--method", "magic"], "method='magic' is unknown; choose one of bm25, dense, existing"),
         (["--method", "dense"], "needs the folder or name of a trained model"),
-        (["--split", "valid"], "has no split 'valid'; it has train, dev, test"),
-        (["--split", "dev", "--split", "dev"], "none twice"),
+        (["--splits", "valid"], "has no split 'valid'; it has train, dev, test"),
+        (["--splits", "dev,dev"], "none twice"),
         (["--match", "fuzzy"], "match='fuzzy' is unknown; choose one of string, regex"),
         (["--stopwords", "xx"], "stopwords='xx' is no language"),
         (["--per-query", "0"], "per_query=0 asks for no negatives"),

@@ -246,7 +246,7 @@ def test_a_cut_index_is_named(tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
     search(vectors, queries, tmp_path / "run.trec", index="Flat", index_file=tmp_path / "index", progress=False)
     (tmp_path / "index").write_bytes((tmp_path / "index").read_bytes()[:100])
-    with pytest.raises(DataError, match=r"index cannot be read .*; remove it, and it is built anew"):
+    with pytest.raises(DataError, match=r"index cannot be read .*; remove it, and it is built again"):
         search(vectors, queries, tmp_path / "run.trec", index="Flat", index_file=tmp_path / "index", progress=False)
 
 

@@ -25,6 +25,10 @@ def main() -> None:
         code = app(standalone_mode=False) or 0
     except (ValueError, CheckpointError) as error:
         fail(str(error), 2)
+    except ModuleNotFoundError as error:
+        if (error.name or "contaccum").startswith("contaccum"):
+            raise
+        fail(f"{error.name} is not installed; pip install 'contaccum[train,mine,search,report]'", 2)
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise

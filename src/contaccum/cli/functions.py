@@ -28,8 +28,9 @@ KINDS = {"bool": bool, "int": int, "float": float}
 class Parameter(NamedTuple):
     name: str
     kind: str  # as annotated, without None
-    default: Any  # inspect.Parameter.empty: must be given; ...: not a literal
+    default: Any  # inspect.Parameter.empty: none; ...: not a literal
     help: str
+    needed: bool = False  # by the function, though the command may leave it out: None
 
 
 class Described(NamedTuple):
@@ -43,9 +44,10 @@ def command(module: str, name: str) -> Callable[[Callable[..., None]], Callable[
     def decorate(show: Callable[..., None]) -> Callable[..., None]:
         described = describe(module, name)
         kinds = {parameter.name: parameter.kind for parameter in described.parameters}
+        nullable = {parameter.name for parameter in described.parameters if parameter.default is None and parameter.needed}
 
         def run(json_: bool, **values: Any) -> None:
-            options = {key: _parsed(key, value, kinds[key]) for key, value in values.items() if value is not None}
+            options = {key: _parsed(key, value, kinds[key]) for key, value in values.items() if value is not None or key in nullable}
             result = getattr(importlib.import_module(module), name)(**options)
             print(json.dumps(result)) if json_ else show(result, **options)
 
@@ -71,11 +73,12 @@ def describe(module: str, name: str) -> Described:
     arguments = function.args
     required = len(arguments.args) - len(arguments.defaults)
     defaults = [*[inspect.Parameter.empty] * required, *map(_literal, arguments.defaults), *map(_literal, arguments.kw_defaults)]
-    parameters = [
-        Parameter(argument.arg, ast.unparse(argument.annotation or ast.Name("str")).replace(" | None", ""), default, helps[argument.arg])
-        for argument, default in zip([*arguments.args, *arguments.kwonlyargs], defaults, strict=True)
-        if argument.arg not in NO_OPTIONS
-    ]
+    parameters = []
+    for argument, default in zip([*arguments.args, *arguments.kwonlyargs], defaults, strict=True):
+        kind, _, none = ast.unparse(argument.annotation or ast.Name("str")).rpartition(" | None")
+        needed = default is inspect.Parameter.empty and bool(kind)
+        if argument.arg not in NO_OPTIONS:
+            parameters.append(Parameter(argument.arg, kind or none, None if needed else default, helps[argument.arg], needed))
     return Described(docstring.partition("\n\n")[0], parameters)
 
 

@@ -43,20 +43,32 @@ def mine(
     match: str = "string",
     stopwords: str | None = "en",
     model: str | Path | None = None,
-    filters: dict[str, Any] | None = None,
+    range_min: int | None = None,
+    absolute_margin: float | None = None,
+    relative_margin: float | None = None,
+    max_score: float | None = None,
     cross_encoder: str | Path | None = None,
     margin: float = 3.0,
 ) -> dict[str, Any]:
-    """Write the training set `data`, its negatives replaced by mined ones, to the folder `output`, which `load_training_set` reads.
+    """Find hard negatives: passages that look right, are no positive and contain no answer. They replace those that the data has.
 
     Args:
-        data: whatever `load_training_set` reads. Splits that are not in `splits` are carried over as they are.
-        collection: a passages file as DPR's (.tsv), a BEIR folder, or a .jsonl of "text" and perhaps "title", each plain, .gz or .xz.
-            None: the corpus of `data` where it is a BEIR folder, else the positives of the splits that are mined.
-        method: "bm25", "dense" (by the trained `model`) or "existing" (the negatives that `data` has, checked again).
-        per_query, depth, match, stopwords: as for `mine_bm25`.
-        filters: options of sentence-transformers' `mine_hard_negatives`, for "dense".
-        cross_encoder, margin: as for `denoise`; None: no denoising.
+        data: training set: a prepared folder, a BEIR folder or a .jsonl
+        collection: passages .tsv or .jsonl (also .gz, .xz) or a BEIR folder; left out: DATA's own passages
+        output: folder to write; must not exist or be empty
+        method: bm25, dense (by --model) or existing (check the negatives that DATA has)
+        splits: splits to mine; others are carried over (default train)
+        per_query: negatives a row, at most
+        depth: best passages to choose them from
+        match: answers are string or regex (CuratedTREC)
+        stopwords: language whose stop words are not indexed, or none (bm25)
+        model: trained model, folder or name (dense)
+        range_min: skip so many of the nearest (dense)
+        absolute_margin: cosine at least so far below the positive's (dense)
+        relative_margin: the same as a share of the positive's, e.g. 0.05 (dense)
+        max_score: cosine at most (dense)
+        cross_encoder: cross-encoder, folder or name, that drops false negatives
+        margin: it must score a negative so far below the positive
 
     Returns rows, rows_without_negatives, negatives, negatives_per_row, passages, seconds and peak_bytes (of this process so far).
     The folder appears when it is whole, and not before; passages and results pass through hidden files beside it. `mine.json` in it
@@ -66,9 +78,11 @@ def mine(
     data, output = Path(data), Path(output)
     _check(data, output, method, splits)
     check_output(output)
-    check_floats(margin=margin, **{name: value for name, value in (filters or {}).items() if isinstance(value, float)})
+    chosen = {"range_min": range_min, "absolute_margin": absolute_margin, "relative_margin": relative_margin, "max_score": max_score}
+    filters = {name: value for name, value in chosen.items() if value is not None}
+    check_floats(margin=margin, **filters)
     # Whatever is wrong with an option or a model is said before the collection is read, which may take long.
-    miner = _miner(method, per_query, depth, match, stopwords, model, filters or {})
+    miner = _miner(method, per_query, depth, match, None if stopwords == "none" else stopwords, model, filters)
     scorer = None if cross_encoder is None else load_cross_encoder(cross_encoder)
     with _scratch_beside(output) as scratch:
         tables = {name: load_training_set(data, name) for name in split_names(data)}
