@@ -152,7 +152,7 @@ def test_a_beir_archive_is_unpacked_beside_the_rest(tmp_path: Path, server: Rang
     ]
     assert prepare(tmp_path / "in", out).splits["train"].rows == 3
     (tmp_path / "in" / "msmarco.zip").write_bytes(server.content[:200])
-    with pytest.raises(DataError, match="no whole zip archive"):
+    with pytest.raises(DataError, match="not a whole zip archive"):
         download.download([server.file("msmarco.zip")], tmp_path / "in")
 
 

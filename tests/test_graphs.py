@@ -206,7 +206,7 @@ def test_several_processes_are_refused_and_not_replayed(tiny_encoder, by_hand, m
     assert graphed(model)[0].pools == []
 
 
-def test_moved_weights_are_recorded_anew(tiny_encoder, by_hand) -> None:
+def test_moved_weights_are_recorded_again(tiny_encoder, by_hand) -> None:
     model = tiny_encoder(dropout=0.0)
     graph_towers(model)
     step(model)

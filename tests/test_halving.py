@@ -129,7 +129,7 @@ class _Watching(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "gradcache"])
-def test_the_logs_count_what_was_done_anew_once(tiny_encoder, tmp_path, cached: bool) -> None:
+def test_the_logs_count_what_was_done_again_once(tiny_encoder, tmp_path, cached: bool) -> None:
     """8 rows an update, the first pass fails on its way back: the log is that of a run that is small from the start."""
 
     def lines(small: bool) -> tuple[list[dict[str, Any]], int]:

@@ -94,7 +94,7 @@ def test_jsonl_collections_need_a_text_and_may_have_a_title(tmp_path: Path) -> N
     file.write_text("")
     with pytest.raises(DataError, match="is empty"):
         texts_of(file)
-    with pytest.raises(DataError, match="is no collection"):
+    with pytest.raises(DataError, match="is not a collection"):
         texts_of(file.rename(tmp_path / "c.docx"))
 
 

@@ -216,14 +216,14 @@ def test_queries_in_place_of_passages_are_noticed(tmp_path: Path) -> None:
     ("output", "more", "message"),
     [
         ("v/manifest.json", {}, "lies among encoded vectors, whose files it might replace; use another --output"),
-        ("afile/run.trec", {}, "afile is no folder that can be written to; use another --output"),
+        ("afile/run.trec", {}, "afile is not a folder that can be written to; use another --output"),
         ("v", {}, "v is a folder; give --output a file"),
         ("run.json", {"json_output": "run.json"}, "run.json is also read or written here and would be replaced; use another --json-output"),
         ("run.trec", {"device": "foo"}, "device 'foo' cannot be used"),
         ("run.trec", {"json_output": "run.json", "match": "fuzzy"}, "match='fuzzy' is unknown"),
     ],
 )
-def test_outputs_that_cannot_be_are_said_before_the_search(output: str, more: dict, message: str, tmp_path: Path) -> None:
+def test_outputs_that_cannot_be_are_reported_before_the_search(output: str, more: dict, message: str, tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
     (tmp_path / "afile").write_text("mine")
     before = (vectors / "manifest.json").read_bytes()

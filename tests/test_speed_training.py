@@ -56,7 +56,7 @@ def test_compiled_training_is_plain_training(fast, tmp_path) -> None:
 
 
 def test_tokenising_ahead_changes_nothing(fast, tmp_path) -> None:
-    """Negatives are drawn anew in the second epoch, in whichever process."""
+    """Negatives are drawn again in the second epoch, in whichever process."""
     for name, workers in {"none": 0, "two": 2}.items():
         train(fast(name, workers=workers))
     assert_bit_equal(final_state(tmp_path / "none"), final_state(tmp_path / "two"))

@@ -116,7 +116,7 @@ def test_paper_settings_are_the_defaults() -> None:
     assert (config.n_total, config.max_seq_length, config.pooling, config.similarity, config.epochs) == (128, 256, "cls", "dot", 40)
 
 
-def test_hard_negatives_are_drawn_anew_each_epoch_and_again_the_same(jsonl) -> None:
+def test_hard_negatives_are_drawn_again_each_epoch_and_the_same_again(jsonl) -> None:
     table, draw = with_hard_negatives(load_training_set(jsonl(20, negatives=5)), 1, seed=3)
     assert draw is not None
     epochs = []
@@ -285,7 +285,7 @@ def test_an_interrupt_is_one_line(jsonl, model_folder, tmp_path) -> None:
 
 def test_a_run_folder_that_cannot_be_made_is_named(jsonl, model_folder, tmp_path) -> None:
     file = jsonl(64)
-    with pytest.raises(ValueError, match=r"run cannot be made: .*jsonl is no folder that can be written to; use another --output"):
+    with pytest.raises(ValueError, match=r"run cannot be made: .*jsonl is not a folder that can be written to; use another --output"):
         train(TrainConfig(**options(file, model_folder, Path(file) / "run")))
 
 

@@ -12,7 +12,7 @@ import typer.core
 
 from contaccum.methods.config import GROUPS
 
-# As one uses them.
+# In the order of use.
 ORDER = ("quickstart", "prepare", "mine", "plan", "train", "encode", "search", "evaluate", "judge", "report", "reproduce", "bench")
 
 

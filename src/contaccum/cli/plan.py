@@ -57,7 +57,7 @@ def plan(
 
 
 def text(plan: Plan) -> str:
-    """For people."""
+    """The plan as text."""
     from contaccum.memory.planner import MARGIN, gigabytes
 
     config, prediction = plan.config, plan.prediction

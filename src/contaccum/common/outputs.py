@@ -19,7 +19,7 @@ def check_output(output: str | Path | None, taken: Iterable[str | Path | None] =
     nearest = next(folder for folder in (output, *output.parents) if folder.exists())
     folder = nearest.parent if nearest == output and nearest.is_file() else nearest
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise ValueError(f"{output} cannot be made: {folder} is no folder that can be written to; use another {option}")
+        raise ValueError(f"{output} cannot be made: {folder} is not a folder that can be written to; use another {option}")
     if any(file is not None and Path(file).resolve() == output.resolve() for file in taken):
         raise ValueError(f"{output} is also read or written here and would be replaced; use another {option}")
 

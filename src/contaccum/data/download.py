@@ -199,7 +199,7 @@ def unpack_beir(archive: Path, folder: Path) -> None:
                 if str(name) in ("corpus.jsonl", "queries.jsonl") or (len(name.parts) == 2 and name.match("qrels/*.tsv")):
                     _extract(content, member, folder / name)
     except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{archive} is no whole zip archive ({error}); remove it and run this again") from error
+        raise DataError(f"{archive} is not a whole zip archive ({error}); remove it and run this again") from error
 
 
 def _extract(content: zipfile.ZipFile, member: str, path: Path) -> None:

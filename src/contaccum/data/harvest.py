@@ -37,7 +37,7 @@ def site_packages() -> list[Path]:
 
 
 def harvest(folders: list[Path] | None = None, limit: int | None = None) -> list[Pair]:
-    """Pairs in an order that depends on the files' names alone; no query and no passage stands there twice.
+    """Pairs in an order that depends on the files' names alone; no query and no passage appears twice.
 
     With `limit`, files are read only until there are so many.
     """

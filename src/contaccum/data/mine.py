@@ -81,7 +81,7 @@ def mine(
     chosen = {"range_min": range_min, "absolute_margin": absolute_margin, "relative_margin": relative_margin, "max_score": max_score}
     filters = {name: value for name, value in chosen.items() if value is not None}
     check_floats(margin=margin, **filters)
-    # Whatever is wrong with an option or a model is said before the collection is read, which may take long.
+    # Whatever is wrong with an option or a model is reported before the collection is read, which may take long.
     miner = _miner(method, per_query, depth, match, None if stopwords == "none" else stopwords, model, filters)
     scorer = None if cross_encoder is None else load_cross_encoder(cross_encoder)
     with _scratch_beside(output) as scratch:

@@ -1,4 +1,4 @@
-"""Time and memory of one optimizer update, by every way of making it, side by side on one model.
+"""Time and memory of one optimizer update, with every loss, side by side on one model.
 
 Ways differ in the loss, in precision and in how the towers run, so one pair of towers and one optimizer serve them all. They take turns;
 each turn starts with a full bank and a warm-up, compiling included, and ends with the way's memory given back and the towers as they were.

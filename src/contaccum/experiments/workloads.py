@@ -101,7 +101,7 @@ VARIANTS = {
 
 
 def random_lengths(work: Workload, seed: int) -> Tensor:
-    """Tokens of every text of an update, the same for every way: (n_total, 2 + h)."""
+    """Tokens of every text of an update, the same for every variant: (n_total, 2 + h)."""
     longest = torch.tensor([work.query_tokens] + [work.passage_tokens] * (1 + work.hard_negatives)).expand(work.n_total, -1)
     if work.lengths == "fixed":
         return longest

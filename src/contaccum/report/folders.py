@@ -58,10 +58,10 @@ def read_run_folder(folder: str | Path) -> Run:
     """DataError that names the folder or file and the remedy where it cannot be used."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; give run folders that contaccum train wrote")
+        raise DataError(f"{folder} is not a folder; give run folders that contaccum train wrote")
     for name in ("config.yaml", "log.jsonl"):
         if not (folder / name).is_file():
-            raise DataError(f"{folder} is no run folder: it has no {name}; give one that contaccum train wrote")
+            raise DataError(f"{folder} is not a run folder: it has no {name}; give one that contaccum train wrote")
     return Run(
         folder=folder,
         config=_config(folder / "config.yaml"),

@@ -58,7 +58,7 @@ class Sources:
         return {query.id: query for query in found}
 
     def passages(self) -> Iterator[tuple[str, str, str]]:
-        """(id, title, text), as a stream; a passage may stand there more than once."""
+        """(id, title, text), as a stream; a passage may appear more than once."""
         if self.collection is not None:
             yield from read_collection_of(self.collection)
         else:

@@ -18,7 +18,7 @@ def verdict(summary: Summary) -> str:
 def _sentences(summary: Summary) -> Iterator[str]:
     metric, ranked = summary.headline, summary.ranked()
     if metric is None or not ranked:
-        yield f"{_count(summary)} trained, but none was evaluated: what is better cannot be said."
+        yield f"{_count(summary)} trained, but none was evaluated: which is better is unknown."
         yield "Write metrics with contaccum evaluate RUNFILE --qrels ... --output RUN/evaluation.json."
         return
     best = ranked[0]

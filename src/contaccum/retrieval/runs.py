@@ -64,7 +64,7 @@ def _trec_run(path: Path) -> Run:
         except ValueError as error:
             raise DataError(f"{path}, line {number}: 'query Q0 passage rank score tag' is needed, not {shown(line.strip())}") from error
         if key in known:
-            raise DataError(f"{path}, line {number}: the passage {shown(key)} stands a second time under query {shown(query)}")
+            raise DataError(f"{path}, line {number}: the passage {shown(key)} appears a second time under query {shown(query)}")
         known[key] = place
     return {
         query: [Hit(key, score) for key, (_, score) in sorted(hits.items(), key=lambda hit: hit[1][0])] for query, hits in ranked.items()

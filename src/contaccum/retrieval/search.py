@@ -89,7 +89,7 @@ def search(
 def _texts_of(
     passages: Vectors, asked: Vectors, collection: str | Path | None, query_texts: str | Path | None, split: str | None, match: str
 ) -> tuple[list[Query], str | Path]:
-    """Queries and collection for the JSON output; what cannot be read is said before the search, and how answers cannot be looked for."""
+    """Queries and collection for the JSON output; what cannot be read is reported before the search."""
     from contaccum.data.answers import check_match
 
     check_match(match)

@@ -40,7 +40,7 @@ def read_entries(path: Path) -> Iterator[tuple[str, str, str]]:
     for line, record in read_jsonl(path):
         key = text_field(record, "_id", f"{path}, line {line}")
         if not seen.add(key):
-            raise DataError(f"{path}, line {line}: the id {shown(key)} stands there a second time")
+            raise DataError(f"{path}, line {line}: the id {shown(key)} appears a second time")
         title = "" if record.get("title") is None else text_field(record, "title", f"{path}, line {line}")
         yield key, title, text_field(record, "text", f"{path}, line {line}")
     if not line:
@@ -53,7 +53,7 @@ def read_texts(path: Path) -> dict[str, str]:
 
 
 def read_judgements(path: Path) -> Iterator[Judgement]:
-    """Every line of a qrels file but its header and blank ones; a (query, document) that stands there twice is an error."""
+    """Every line of a qrels file but its header and blank ones; a (query, document) that appears twice is an error."""
     seen, number = SeenIds(), 0
     for number, line in read_lines(path):
         fields = line.rstrip("\r\n").split("\t")
@@ -62,7 +62,7 @@ def read_judgements(path: Path) -> Iterator[Judgement]:
         if len(fields) != 3 or not _is_whole(fields[2]):
             raise DataError(f"{path}, line {number}: query-id, corpus-id and a whole number are needed, tab-separated")
         if not seen.add(f"{fields[0]}\t{fields[1]}"):
-            raise DataError(f"{path}, line {number}: {shown(fields[0])} and {shown(fields[1])} stand there a second time")
+            raise DataError(f"{path}, line {number}: {shown(fields[0])} and {shown(fields[1])} appear a second time")
         yield Judgement(number, fields[0], fields[1], int(fields[2]))
     if not number:
         raise DataError(f"{path} is empty")

@@ -29,7 +29,7 @@ def read_collection_of(path: str | Path, need_ids: bool = True) -> Iterator[tupl
     }
     if path.is_dir() or bare_suffix(path) not in readers:
         prepared = " (of a prepared set: its folder beir, which prepare --hold-out writes)" if path.is_dir() else ""
-        raise DataError(f"{path} is no collection; give a BEIR folder{prepared}, a passages .tsv or a .jsonl (also .gz, .xz)")
+        raise DataError(f"{path} is not a collection; give a BEIR folder{prepared}, a passages .tsv or a .jsonl (also .gz, .xz)")
     return readers[bare_suffix(path)](path)
 
 
@@ -53,7 +53,7 @@ def _jsonl_passages(path: Path, need_ids: bool) -> Iterator[tuple[str, str, str]
     for line, record in read_jsonl(path):
         key = first_text(record, ID_FIELDS, f"{path}, line {line}") if need_ids else str(line)
         if not seen.add(key):
-            raise DataError(f"{path}, line {line}: the id {shown(key)} stands there a second time")
+            raise DataError(f"{path}, line {line}: the id {shown(key)} appears a second time")
         title = "" if record.get("title") is None else first_text(record, ("title",), f"{path}, line {line}")
         yield key, title, first_text(record, ("text",), f"{path}, line {line}")
     if not line:

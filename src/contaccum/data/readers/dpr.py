@@ -135,8 +135,8 @@ def read_passages(path: Path) -> Iterator[tuple[str, str, str]]:
 
 def _checked(fields: list[str], seen: SeenIds, path: Path, line: int) -> tuple[str, str, str]:
     if len(fields) != 3:
-        raise DataError(f"{path}, line {line}: id, text and title are needed, tab-separated; {len(fields)} fields stand there")
+        raise DataError(f"{path}, line {line}: id, text and title are needed, tab-separated; there are {len(fields)}")
     key, text, title = fields
     if not seen.add(key):
-        raise DataError(f"{path}, line {line}: the id {shown(key)} stands there a second time")
+        raise DataError(f"{path}, line {line}: the id {shown(key)} appears a second time")
     return key, title, text

@@ -50,7 +50,7 @@ def read_candidates(path: Path, systems: Sequence[str], tally: Tally) -> dict[in
         unseen -= found.keys()
         names |= found.keys()
         if query in candidates:
-            raise DataError(f"{path}, line {line}: the query {query} stands there a second time")
+            raise DataError(f"{path}, line {line}: the query {query} appears a second time")
         if not positives:
             tally.dropped["without a positive"] += 1
             continue

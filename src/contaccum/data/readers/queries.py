@@ -48,7 +48,7 @@ def _without_repeats(queries: Iterator[Query], path: Path) -> list[Query]:
     kept, seen = [], SeenIds()
     for query in queries:
         if not seen.add(query.id):
-            raise DataError(f"{path}: the id {shown(query.id)} stands there a second time")
+            raise DataError(f"{path}: the id {shown(query.id)} appears a second time")
         kept.append(query)
     if not kept:
         raise DataError(f"{path} holds no queries")
