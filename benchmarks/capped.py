@@ -23,14 +23,15 @@ from typing import Any
 
 import torch
 
-from contaccum.bench import SIZES, Case, Workload, measure_cases, tower_config
-from contaccum.budget import limit_memory
 from contaccum.cli.base import show_table
 from contaccum.cli.bench import table
-from contaccum.config import TrainConfig
-from contaccum.plan import plan
-from contaccum.provenance import provenance
-from contaccum.sizes import parse_bytes
+from contaccum.common.provenance import provenance
+from contaccum.common.sizes import parse_bytes
+from contaccum.experiments.bench import Case, measure_cases
+from contaccum.experiments.workloads import SIZES, Workload, tower_config
+from contaccum.memory.limit import limit_memory
+from contaccum.memory.plan import plan
+from contaccum.methods.config import TrainConfig
 
 SEED = 0
 OFFICIAL, CACHED, OURS = "official contaccum", "CachedMultipleNegativesRankingLoss", "contaccum (default)"

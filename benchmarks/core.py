@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from contaccum import DualBankInfoNCE, naive_dual_bank_infonce
-from contaccum.infonce import Columns, Rows
-from contaccum.provenance import provenance
+from contaccum.common.provenance import provenance
+from contaccum.core.infonce import Columns, Rows
 from contaccum.report.plots import lines
 from contaccum.report.series import Series
 from contaccum.report.svg import save
@@ -36,7 +36,7 @@ from contaccum.report.svg import save
 BANKS = (128, 512, 2048, 8192, 16384, 65536)
 MICRO_BATCHES = (8, 32)
 SEED = 0
-WAYS = {"incremental": "paper's bank", "corrected": "default", "full": "full matrix"}
+VARIANTS = {"incremental": "paper's bank", "corrected": "default", "full": "full matrix"}
 MATRIX_COPIES = 4  # scores, log-softmax, its gradient and a product in flight
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         save(drawn(json.loads(args.draw.read_text(encoding="utf-8"))["cells"]), args.folder, args.draw.stem)
         return
     rows = []
-    print(f"{'bank':>7} {'n':>3}" + "".join(f" | {told:>12} {'extra':>9}" for told in WAYS.values()))
+    print(f"{'bank':>7} {'n':>3}" + "".join(f" | {told:>12} {'extra':>9}" for told in VARIANTS.values()))
     for n in args.n:
         for bank in args.bank:
             cell = {"bank": bank, "n": n, "d": args.d, "h": args.h, "device": args.device, "seconds": args.seconds}
@@ -69,7 +69,7 @@ def main() -> None:
             if incremental is None:
                 raise SystemExit(f"a bank of {bank:,} does not fit in this device's memory")
             square = bank <= args.square_up_to and may_fit(**cell)
-            found = {way: run_cell({**cell, "way": way}) if square else None for way in WAYS if way != "incremental"}
+            found = {way: run_cell({**cell, "way": way}) if square else None for way in VARIANTS if way != "incremental"}
             rows.append({**cell, "incremental": incremental, **found})
             print(table_row(rows[-1]), flush=True)
     if args.json:
@@ -162,7 +162,7 @@ def peak(device: str) -> int:
 
 
 def table_row(cell: dict[str, Any]) -> str:
-    found = [cell[way] for way in WAYS]
+    found = [cell[way] for way in VARIANTS]
     told = [f"{1e3 * one['seconds']:9.2f} ms {one['extra_bytes'] / 2**20:6.0f} MB" if one else f"{'left out':>22}" for one in found]
     return " | ".join([f"{cell['bank']:7,} {cell['n']:3}", *told])
 
@@ -170,7 +170,7 @@ def table_row(cell: dict[str, Any]) -> str:
 def drawn(cells: list[dict[str, Any]]) -> Any:
     """Milliseconds by bank, both in powers: twice the bank takes twice the time on a line as steep as one to one."""
     series: list[Series] = []
-    for way, told in WAYS.items():
+    for way, told in VARIANTS.items():
         for n in sorted({cell["n"] for cell in cells}):
             points = sorted((cell["bank"], 1e3 * cell[way]["seconds"]) for cell in cells if cell["n"] == n and cell.get(way))
             if points:

@@ -29,14 +29,14 @@ from unittest import mock
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from contaccum.bench import SIZES, Workload, fill_bank, tower_config
+from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.cli.base import show_table
-from contaccum.config import TrainConfig
-from contaccum.diagnostics import Diagnostics
-from contaccum.plan.measure import write_model, write_texts
-from contaccum.provenance import provenance
-from contaccum.train import train
-from contaccum.trainer import ContAccumTrainer
+from contaccum.common.provenance import provenance
+from contaccum.experiments.workloads import SIZES, Workload, fill_bank, tower_config
+from contaccum.methods.config import TrainConfig
+from contaccum.training.diagnostics import Diagnostics
+from contaccum.training.run import train
+from contaccum.training.trial import write_model, write_texts
 
 SEED = 0
 WARM_UP = 3  # updates
@@ -126,7 +126,7 @@ def turn(config: TrainConfig, work: Workload) -> Row:
         """The model is not needed."""
 
     changed: dict[str, Any] = {"ContAccumTrainer": clocked, "Diagnostics": TimedDiagnostics, "_finish": unsaved}
-    with warnings.catch_warnings(), mock.patch.multiple("contaccum.train", **changed):
+    with warnings.catch_warnings(), mock.patch.multiple("contaccum.training.run", **changed):
         warnings.filterwarnings("ignore", "the bank's vectors have shifted")  # from made-up vectors to the towers'
         train(config)
     (before, spent_before), (after, spent) = clocks[0].readings

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contaccum.provenance import provenance
+from contaccum.common.provenance import provenance
 from fast_path import Bank, Setting
 
 CLIP, EPS = 2.0, 1e-8
@@ -194,8 +194,9 @@ Splits = dict[str, list[tuple[int, ...]]]  # rows of places: query, positive, ha
 
 def _beir(data: str) -> tuple[list[str], list[str], Splits]:
     """Texts of all queries and passages, and the pairs of each split."""
-    from contaccum.data.beir import read_qrels
-    from contaccum.retrieval.texts import encoded_texts, qrels_file, read_queries
+    from contaccum.data.readers.beir import qrels_file, read_qrels
+    from contaccum.data.readers.collections import encoded_texts
+    from contaccum.data.readers.queries import read_queries
 
     judged = {split: read_qrels(qrels_file(Path(data), split)) for split in ("train", "dev", "test")}
     queries = {query.id: query.text for split in judged for query in read_queries(data, split)}
@@ -209,8 +210,8 @@ def _beir(data: str) -> tuple[list[str], list[str], Splits]:
 
 def _prepared(data: str, collection: str) -> tuple[list[str], list[str], Splits]:
     """The same of a folder by `contaccum prepare` or `mine`: all of a row's hard negatives, of training rows that have as many as any."""
-    from contaccum.data.training import load_training_set
-    from contaccum.retrieval.texts import encoded_texts
+    from contaccum.data.readers.collections import encoded_texts
+    from contaccum.data.training_set import load_training_set
 
     passages = [text for _, text in encoded_texts(collection)]
     place = {text: number for number, text in enumerate(passages)}

@@ -101,7 +101,7 @@ def main() -> None:
     if left_out:
         print(f"left out for lack of time: {'; '.join(left_out)}")
     if args.json:
-        from contaccum.provenance import provenance
+        from contaccum.common.provenance import provenance
 
         args.json.write_text(json.dumps({"provenance": provenance(), "cells": rows, "left_out": left_out}, indent=1) + "\n")
 
@@ -131,7 +131,7 @@ def watch_part(part: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def run_part(part: str, end: float) -> None:
-    from contaccum.plan.measure import write_model
+    from contaccum.training.trial import write_model
 
     with tempfile.TemporaryDirectory() as folder:
         for size in SHAPES:
@@ -146,9 +146,9 @@ def run_part(part: str, end: float) -> None:
 def run_cell(cell: Cell, written: Path) -> dict[str, Any]:
     import torch
 
-    from contaccum.config import TrainConfig
-    from contaccum.plan.measure import measure
-    from contaccum.plan.predict import Predictor
+    from contaccum.memory.prediction.predict import Predictor
+    from contaccum.methods.config import TrainConfig
+    from contaccum.training.trial import measure
 
     config = TrainConfig(
         model=str(written),

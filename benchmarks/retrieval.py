@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from contaccum.provenance import provenance
-from contaccum.retrieval.shards import ShardEntry, Vectors, write_json, write_shard
+from contaccum.common.outputs import write_json
+from contaccum.common.provenance import provenance
+from contaccum.retrieval.shards import ShardEntry, Vectors, write_shard
 
 SEED = 0
 SHARD = 100_000
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=768)
     parser.add_argument("--queries", type=int, default=1000)
     parser.add_argument("--k", type=int, default=100)
-    parser.add_argument("--ways", nargs="+", default=["torch", "IndexFlatIP", "faiss"], help="torch, faiss (our back ends), IndexFlatIP")
+    parser.add_argument("--ways", nargs="+", default=["torch", "IndexFlatIP"], help="torch (contaccum search), IndexFlatIP")
     parser.add_argument("--scratch", type=Path, help="folder for the vectors (default: a temporary one)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", help="SentenceTransformer to encode with")
@@ -123,7 +124,7 @@ def one_way(way: str, folder: Path, k: int, device: str) -> dict[str, float]:
         if device != "cpu":
             torch.ones(1, device=device) @ torch.ones(1, device=device)  # starting CUDA is no part of the search
         started = time.perf_counter()
-        rows = exact_search(queries, vectors, k, way, device)[1]
+        rows = exact_search(queries, vectors, k, device)[1]
     seconds = time.perf_counter() - started
     np.save(folder / f"{way}.npy", rows)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -148,15 +149,15 @@ def matrix_peak(device: str, dim: int) -> float:
 
 
 def encode(args: argparse.Namespace) -> dict[str, Any]:
+    from contaccum.data.readers.collections import encoded_texts
     from contaccum.retrieval.batches import ahead
     from contaccum.retrieval.encode import WINDOW, make_encoder, stored
-    from contaccum.retrieval.model import load_model
-    from contaccum.retrieval.texts import encoded_texts
+    from contaccum.retrieval.model import model_on_device
 
     if args.model is None or args.texts is None:
         raise SystemExit("give --model and --texts")
     texts = [text for _, text in islice(encoded_texts(args.texts), args.limit)]
-    model = load_model(args.model, args.device, args.max_seq_length)
+    model = model_on_device(args.model, args.device, args.max_seq_length)
     encoder = make_encoder(model, "document", None, None)
 
     def ours() -> Any:

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
-from contaccum.bench import SIZES, WAYS, Case, Workload, measure_cases
 from contaccum.cli.base import show_table
 from contaccum.cli.bench import table
-from contaccum.provenance import provenance
+from contaccum.common.provenance import provenance
+from contaccum.experiments.bench import Case, measure_cases
+from contaccum.experiments.workloads import SIZES, VARIANTS, Workload
 from contaccum.report.plots import lines
 from contaccum.report.series import Series
 from contaccum.report.svg import save
@@ -88,7 +89,7 @@ def main() -> None:
 
 
 def by_bank(work: Workload, n_total: int, banks: Sequence[int]) -> Iterable[Case]:
-    for name, way in WAYS.items():
+    for name, way in VARIANTS.items():
         for bank in banks if way.banked else [0]:
             if name not in SQUARE or bank <= SQUARE_UP_TO:
                 yield Case(name, replace(work, n_total=n_total, bank=bank))
@@ -97,7 +98,7 @@ def by_bank(work: Workload, n_total: int, banks: Sequence[int]) -> Iterable[Case
 def by_samples(work: Workload, totals: Sequence[int], bank: int) -> Iterable[Case]:
     for n_total in totals:
         if n_total % work.n_local == 0:
-            yield from (Case(name, replace(work, n_total=n_total, bank=bank if way.banked else 0)) for name, way in WAYS.items())
+            yield from (Case(name, replace(work, n_total=n_total, bank=bank if way.banked else 0)) for name, way in VARIANTS.items())
 
 
 def draw(content: dict[str, list[Row]], folder: Path) -> None:

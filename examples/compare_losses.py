@@ -32,9 +32,9 @@ from torch import nn
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from contaccum import ContAccumCallback, ContAccumLoss
-from contaccum.data.training import load_training_set
-from contaccum.dev import dev_evaluator
-from contaccum.provenance import provenance
+from contaccum.common.provenance import provenance
+from contaccum.data.training_set import load_training_set
+from contaccum.training.dev import dev_evaluator
 
 METHODS = {"mnrl": "MultipleNegativesRankingLoss", "cached": "CachedMultipleNegativesRankingLoss", "contaccum": "ContAccumLoss"}
 METRICS = ("NDCG@10", "MRR@10")

@@ -42,17 +42,10 @@ def memory_of_earlier_tests(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A word-level tokenizer over `WORDS`, with BERT's special tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
+    from contaccum.towers.random_encoder import write_word_tokenizer
 
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocabulary = {token: i for i, token in enumerate([*special, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     folder = tmp_path_factory.mktemp("tokenizer")
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=64, **names).save_pretrained(folder)
+    write_word_tokenizer(WORDS, folder, max_seq_length=64)
     return str(folder)
 
 
@@ -135,5 +128,5 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are recorded and replayed by a stand-in, without a GPU."""
     from replayed import ReplayedByHand
 
-    monkeypatch.setattr("contaccum.graphs.Recording", ReplayedByHand)
-    monkeypatch.setattr("contaccum.graphs.can_record", lambda inputs: True)
+    monkeypatch.setattr("contaccum.towers.cuda_graphs.Recording", ReplayedByHand)
+    monkeypatch.setattr("contaccum.towers.cuda_graphs.can_record", lambda inputs: True)

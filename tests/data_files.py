@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from contaccum.data import files
+from contaccum.common.errors import DataError
 from contaccum.data.prepare import prepare
-from contaccum.errors import DataError
+from contaccum.data.readers import files
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 TRIPLETS = [{"q": f"question {i}, “so”", "a": f"answer\n{i}", "n": f"wrong {i}", "m": f"bad {i}"} for i in range(3)]

@@ -10,9 +10,11 @@ import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
 
 from contaccum import ContAccumTrainer, dual_encoder
-from contaccum.data.training import load_training_set, negative_columns, with_hard_negatives
-from contaccum.methods import METHODS, build_loss, cut
-from contaccum.speed import unpad_towers
+from contaccum.data.training_set import load_training_set, negative_columns, with_hard_negatives
+from contaccum.methods.config import TrainConfig
+from contaccum.methods.loss import build_loss
+from contaccum.methods.table import METHODS, split_update
+from contaccum.towers.speed import unpad_towers
 
 
 def main(model_folder: str, data: str, output: str) -> None:
@@ -26,8 +28,9 @@ def main(model_folder: str, data: str, output: str) -> None:
                     module.p = 0.0  # processes draw apart
             if processes > 1 and hard_negatives:
                 unpad_towers(model)  # which computes the same
-            batches = cut(method, 16, 8 // processes, processes)
-            loss = build_loss(method, model, batches, 20, 13, "cosine", scale=20.0, gather_across_devices=processes > 1)
+            batches = split_update(method, 16, 8 // processes, processes)
+            config = TrainConfig(method=name, bank=20, query_bank=13, similarity="cosine")
+            loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
             table, _ = with_hard_negatives(load_training_set(data), hard_negatives, seed=0)
             names = ["positive", *negative_columns(hard_negatives)][: 1 + hard_negatives]
             args = SentenceTransformerTrainingArguments(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict
 
-from contaccum.data.training import as_table
+from contaccum.data.training_set import as_table
 
 CAPITALS = [
     "Paris Paris is the capital of France",

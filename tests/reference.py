@@ -29,7 +29,7 @@ class ReferenceInfoNCE:
         scale: float = 1.0,
         similarity: str = "dot",
         query_bank_size: int | None = None,
-        past_encoder: bool = True,
+        clear_after_update: bool = False,
         cache_hard_negatives: bool = True,
         mask_duplicates: bool = True,
         gradient_scale: str = "in-batch",
@@ -41,7 +41,7 @@ class ReferenceInfoNCE:
         self.bank_size = bank_size
         self.query_bank_size = bank_size if query_bank_size is None else query_bank_size
         self.scale, self.similarity, self.gradient_scale = scale, similarity, gradient_scale
-        self.past_encoder, self.cache_hard_negatives, self.mask_duplicates = past_encoder, cache_hard_negatives, mask_duplicates
+        self.clear_after_update, self.cache_hard_negatives, self.mask_duplicates = clear_after_update, cache_hard_negatives, mask_duplicates
         self.start_update, self.query_bank_stop_update = start_update, query_bank_stop_update
         self.bank_dtype = bank_dtype
         self.drift_correction = drift_correction
@@ -138,11 +138,11 @@ class ReferenceInfoNCE:
 
     def after_update(self, lr_fraction: float = 1.0) -> None:
         self.updates += 1
-        if self.past_encoder:
+        if not self.clear_after_update:
             self.largest, self.in_update = max(self.largest, self.in_update), 0
             self.window = self.largest or self.window
         for t in self.bank:
             t.age += lr_fraction
-        if not self.past_encoder:
+        if self.clear_after_update:
             self.bank, self.recent, self.window, self.largest, self.in_update = [], [], 128, 0, 0
             self.push = None

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contaccum.graphs import GraphedStack
-from contaccum.recording import Lane, Recording
-from contaccum.speed import encoders, stacks
+from contaccum.towers.cuda_graphs import GraphedStack
+from contaccum.towers.recording import Recording, RecordingPool
+from contaccum.towers.speed import encoders, stacks
 
 
 def graphed(model: nn.Module) -> list[GraphedStack]:
@@ -20,10 +20,10 @@ def graphed(model: nn.Module) -> list[GraphedStack]:
 class ReplayedByHand(Recording):
     """Computes what is recorded, and reads and writes only the places that a recording has."""
 
-    def __init__(self, call: Any, inputs: Any, parameters: Any, lane: Lane) -> None:
-        self.call, self.lane = call, lane
+    def __init__(self, call: Any, inputs: Any, parameters: Any, pool: RecordingPool) -> None:
+        self.call, self.pool = call, pool
         assert not gc.isenabled()
-        self.parameters = lane.gradients.parameters
+        self.parameters = pool.gradients.parameters
         assert [p.data_ptr() for p in parameters] == [p.data_ptr() for p in self.parameters]
         assert not any(mine is its for mine, its in zip(parameters, self.parameters, strict=True))
         self.inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
@@ -37,13 +37,13 @@ class ReplayedByHand(Recording):
             for place, tensor in zip(self.inputs, inputs, strict=True):
                 place.copy_(tensor)
         with torch.enable_grad():
-            self.lane.alive = self, self._keep(self.call(self.inputs))  # of this lane's last pass alone
-        for place, output in zip(self.outputs, self.lane.alive[1], strict=True):
+            self.pool.alive = self, self._keep(self.call(self.inputs))  # of this pool's last pass alone
+        for place, output in zip(self.outputs, self.pool.alive[1], strict=True):
             place.copy_(output.detach())
         return self.outputs
 
     def replay_backward(self, gradients: Any) -> Any:
-        recording, outputs = self.lane.alive
+        recording, outputs = self.pool.alive
         assert recording is self
         for place, gradient in zip(self.output_gradients, gradients, strict=True):
             place.copy_(gradient)
@@ -51,6 +51,6 @@ class ReplayedByHand(Recording):
         found = torch.autograd.grad(outputs, [*given, *self.parameters], self.output_gradients)
         for place, gradient in zip(filter(lambda g: g is not None, self.input_gradients), found[: len(given)], strict=True):
             place.copy_(gradient)
-        for place, gradient in zip(self.lane.gradients.parts, found[len(given) :], strict=True):
+        for place, gradient in zip(self.pool.gradients.parts, found[len(given) :], strict=True):
             place.add_(gradient)
         return self.input_gradients

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from contaccum.config import TrainConfig
+from contaccum.methods.config import TrainConfig
 from contaccum.report.folders import read_run_folder
 from contaccum.report.rows import rows_of
 from contaccum.report.summary import Summary, summarise

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contaccum.retrieval.answers import AnswerMatcher, has_answer, searchable, top_k_hits
+from contaccum.data.answers import AnswerMatcher, has_answer, searchable, top_k_hits
 
 
 def scanned_words(text: str) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_micro_batch_whose_entering_ran_out_of_memory_enters_at_the_next_use(
         criterion(*batch(n=size, seed=seed), query_keys=keys[:, 0], passage_keys=keys)
         undisturbed = copy.deepcopy(criterion)
         losses = [undisturbed(*batch(n=3, seed=90 + i), **then).item() for i in range(2)]
-        entering = failures(criterion, lambda c: c.bank._settle())
+        entering = failures(criterion, lambda c: c.bank.admit_arrivals())
         found = [[failed(*batch(n=3, seed=90 + i), **then).item() for i in range(2)] for failed in entering]
         assert len(found) > 10
         assert torch.allclose(torch.tensor(found), torch.tensor(losses), rtol=1e-6)
@@ -70,6 +70,6 @@ def test_a_first_micro_batch_that_ran_out_of_memory_leaves_a_bank_that_works(cor
     all_failed = list(failures(criterion, lambda c: losses_and_gradients(c, range(1))))
     assert len(all_failed) > 20
     for failed in all_failed:
-        failed.bank._arrivals = None  # what a pass that failed later had left for it
+        failed.bank.arrivals = None  # what a pass that failed later had left for it
         found = losses_and_gradients(failed, range(3))
         assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))

@@ -9,12 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from contaccum import ContAccumLoss, DualBankInfoNCE, bench
-from contaccum.bench import Case, Workload, measure, measure_cases, operations
+from contaccum import ContAccumLoss, DualBankInfoNCE
 from contaccum.cli import main
 from contaccum.cli.bench import table
-from contaccum.diagnostics import Diagnostics
-from contaccum.speed import UNPADDED, compile_towers, encoders
+from contaccum.experiments import bench
+from contaccum.experiments.bench import Case, measure, measure_cases, operations
+from contaccum.experiments.workloads import SIZES, VARIANTS, OfficialLoss, Workload, fill_bank, random_features, random_lengths
+from contaccum.towers.speed import UNPADDED, compile_towers, encoders
+from contaccum.training.diagnostics import Diagnostics
 
 SMALL = Workload(n_total=8, n_local=4, bank=16, query_tokens=6, passage_tokens=12)
 ONCE = {"rounds": 1, "updates": 1, "device": "cpu"}
@@ -33,7 +35,7 @@ def test_ways_take_turns_on_one_model(monkeypatch) -> None:
 
 def test_the_papers_bank_and_ours_are_measured_apart(tiny_encoder) -> None:
     corrections = {
-        name: bench.WAYS[name].build(tiny_encoder(), SMALL).criterion.drift_correction for name in bench.WAYS if "contaccum" in name[:9]
+        name: VARIANTS[name].build(tiny_encoder(), SMALL).criterion.drift_correction for name in VARIANTS if "contaccum" in name[:9]
     }
     assert corrections == {"contaccum": None, "contaccum (default)": DualBankInfoNCE().drift_correction}
 
@@ -43,20 +45,20 @@ def test_filling_a_bank_is_not_timed(tiny_encoder, tmp_path) -> None:
     model = tiny_encoder()
     loss = ContAccumLoss(model, bank_size=16)
     diagnostics = Diagnostics(tmp_path / "diagnostics.jsonl", loss, every=1)
-    bench.fill_bank(loss, model, SMALL)
+    fill_bank(loss, model, SMALL)
     assert len(loss.criterion.bank) == 16
     assert diagnostics.watch._marks == []
 
 
 def test_out_of_memory_is_a_row_and_the_others_go_on(monkeypatch) -> None:
-    official = bench.OfficialLoss.forward
+    official = OfficialLoss.forward
 
     def forward(self, features, labels=None):
         if len(features[0]["input_ids"]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return official(self, features, labels)
 
-    monkeypatch.setattr(bench.OfficialLoss, "forward", forward)
+    monkeypatch.setattr(OfficialLoss, "forward", forward)
     rows = measure("tiny", SMALL, ["official contaccum", "gradaccum"], rounds=2, updates=1, device="cpu")
     assert [row["failed"] for row in rows] == ["out of memory", None]
     assert rows[0]["seconds"] is None
@@ -79,7 +81,7 @@ def test_towers_that_cannot_be_compiled_are_a_row_and_the_others_go_on(monkeypat
 def test_fast_towers_are_plain_again_after_their_turn(monkeypatch) -> None:
     seen: list[tuple[bool, bool, str]] = []
     models = []
-    build, update = bench.random_encoder, bench._update
+    build, update = bench.random_encoder, bench.make_update
 
     def remember(size, tokens):
         models.append(build(size, tokens))
@@ -92,7 +94,7 @@ def test_fast_towers_are_plain_again_after_their_turn(monkeypatch) -> None:
         update(model, *rest)
 
     monkeypatch.setattr(bench, "random_encoder", remember)
-    monkeypatch.setattr(bench, "_update", look)
+    monkeypatch.setattr(bench, "make_update", look)
     monkeypatch.setattr(bench, "compile_towers", partial(compile_towers, backend="eager"))
     fast = Workload(**{**vars(SMALL), "compile": "layers", "unpad": True, "lengths": "varied", "checkpointing": True})
     measure_cases("tiny", [Case("contaccum", fast), Case("gradaccum", SMALL)], **ONCE)
@@ -119,11 +121,11 @@ def test_every_pass_is_in_half_precision_that_of_the_backward_too(way, monkeypat
 
 def test_varied_lengths_are_the_same_for_every_way_and_padded_to_the_longest() -> None:
     work = Workload(**{**vars(SMALL), "lengths": "varied", "n_total": 64})
-    lengths = bench._lengths(work, 0)
-    assert torch.equal(lengths, bench._lengths(work, 0))
-    assert not torch.equal(lengths, bench._lengths(work, 1))
+    lengths = random_lengths(work, 0)
+    assert torch.equal(lengths, random_lengths(work, 0))
+    assert not torch.equal(lengths, random_lengths(work, 1))
     assert (lengths.amin(0).tolist(), lengths.amax(0).tolist()) == ([1, 3, 3], [6, 12, 12])
-    column = bench._features(torch.nn.Module.__new__(_OnCPU), "document", lengths[:4, 1])
+    column = random_features(torch.nn.Module.__new__(_OnCPU), "document", lengths[:4, 1])
     assert column["attention_mask"].sum(1).tolist() == lengths[:4, 1].tolist()
     assert column["input_ids"].shape[1] == lengths[:4, 1].max()
 
@@ -133,7 +135,7 @@ class _OnCPU(torch.nn.Module):
 
 
 def test_operations_are_six_per_weight_and_token_and_a_third_more_by_gradcache() -> None:
-    layers, width, _ = bench.SIZES["bert-base"]
+    layers, width, _ = SIZES["bert-base"]
     work = Workload(n_total=2, query_tokens=32, passage_tokens=256)
     tokens, squares = 2 * (32 + 512), 2 * (32**2 + 2 * 256**2)
     expected = 6 * 12 * layers * width**2 * tokens + 12 * layers * width * squares
@@ -159,7 +161,7 @@ def test_mistakes_are_one_clear_line(changes, told) -> None:
 def test_command_writes_rows_with_their_provenance(tmp_path, monkeypatch, capsys) -> None:
     file = tmp_path / "rows.json"
     words = "--model tiny --n-total 4 --n-local 2 --bank 8 --query-tokens 4 --passage-tokens 8 --rounds 1 --updates 1 --unpad"
-    monkeypatch.setattr("sys.argv", ["contaccum", "bench", *words.split(), "--ways", "gradaccum", "--output", str(file)])
+    monkeypatch.setattr("sys.argv", ["contaccum", "bench", *words.split(), "--variants", "gradaccum", "--output", str(file)])
     with pytest.raises(SystemExit) as end:
         main()
     assert not end.value.code

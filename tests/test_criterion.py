@@ -106,7 +106,7 @@ def test_ages_count_peak_lr_updates() -> None:
 
 
 def test_without_past_encoder_the_bank_is_empty_after_an_update() -> None:
-    criterion = DualBankInfoNCE(bank_size=8, past_encoder=False)
+    criterion = DualBankInfoNCE(bank_size=8, clear_after_update=True)
     criterion(*batch(seed=0))
     assert len(criterion.bank) == 4
     criterion.after_update()
@@ -234,7 +234,7 @@ def test_scores_rounded_to_tf32_leave_loss_and_gradients_within_its_error(monkey
         return losses_and_gradients(DualBankInfoNCE(bank_size=32, drift_correction=drift, similarity=similarity, scale=scale), range(20))
 
     exact = run()
-    monkeypatch.setattr("contaccum.infonce.CHUNK_SCORES", 64)
+    monkeypatch.setattr("contaccum.core.infonce.CHUNK_SCORES", 64)
     rounded = run()
     errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(rounded, exact, strict=True)]
     assert max(errors) < 5 * 2**-11

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from contaccum.data import beir
 from contaccum.data.prepare import prepare
-from contaccum.data.training import load_training_set
+from contaccum.data.readers import beir
+from contaccum.data.training_set import load_training_set
 from data_files import assert_refused, beir_folder, out_folder, shared
 
 out = pytest.fixture(out_folder)
@@ -41,12 +41,12 @@ def test_a_beir_folder_becomes_a_row_per_relevant_pair(tmp_path: Path, out: Path
         ("qrels/train.tsv", "none\td0\t1\n", "line 1: names the query 'none'"),
         ("qrels/train.tsv", "q0\td0\t1\nq0 d1 1\n", "line 2: query-id, corpus-id and a whole number"),
         ("qrels/train.tsv", "q0\td0\tx\n", "line 1: .* whole number"),
-        ("qrels/train.tsv", "q0\td0\t1\nq0\td0\t1\n", "line 2: 'q0' and 'd0' stand there a second time"),
+        ("qrels/train.tsv", "q0\td0\t1\nq0\td0\t1\n", "line 2: 'q0' and 'd0' appear a second time"),
         ("qrels/train.tsv", "", "is empty"),
         ("qrels/train.tsv", "query-id\tcorpus-id\tscore\n", "is empty"),
         ("qrels/train.tsv", "q\xe9\td0\t1\n".encode("latin-1"), "line 1: byte 0xe9 is not UTF-8"),
         ("corpus.jsonl", "", "is empty"),
-        ("corpus.jsonl", '{"_id": "d0", "text": "a"}\n{"_id": "d0", "text": "b"}\n', "line 2: the id 'd0' stands there a second time"),
+        ("corpus.jsonl", '{"_id": "d0", "text": "a"}\n{"_id": "d0", "text": "b"}\n', "line 2: the id 'd0' appears a second time"),
         ("corpus.jsonl", '{"_id": "d0", "text": "a"}\n{"_id": \n', r"corpus.jsonl, line 2: not JSON .Expecting value at column"),
         ("corpus.jsonl", '{"_id": "d0"}\n', "line 1: no text under 'text'; fields there: _id"),
         ("corpus.jsonl", '{"_id": "d0", "text": "\\udfff"}\n', "half of a surrogate pair"),

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from contaccum.common.errors import DataError
 from contaccum.data import download
 from contaccum.data.prepare import prepare
-from contaccum.data.training import load_training_set
-from contaccum.errors import DataError
+from contaccum.data.training_set import load_training_set
 from data_files import beir_folder, dpr_record, out_folder
 
 out = pytest.fixture(out_folder)
@@ -152,7 +152,7 @@ def test_a_beir_archive_is_unpacked_beside_the_rest(tmp_path: Path, server: Rang
     ]
     assert prepare(tmp_path / "in", out).splits["train"].rows == 3
     (tmp_path / "in" / "msmarco.zip").write_bytes(server.content[:200])
-    with pytest.raises(DataError, match="no whole zip archive"):
+    with pytest.raises(DataError, match="not a whole zip archive"):
         download.download([server.file("msmarco.zip")], tmp_path / "in")
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from contaccum.data.prepare import prepare
-from contaccum.data.scores import read_scores
-from contaccum.data.training import load_training_set
+from contaccum.data.readers.scores import read_scores
+from contaccum.data.training_set import load_training_set
 from data_files import SCORES, assert_refused, jsonl, out_folder, write
 
 out = pytest.fixture(out_folder)

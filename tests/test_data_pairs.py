@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from contaccum.data import pairs
 from contaccum.data.prepare import prepare
-from contaccum.data.training import load_training_set
+from contaccum.data.readers import csv_jsonl_parquet as pairs
+from contaccum.data.training_set import load_training_set
 from data_files import TRIPLETS, assert_refused, out_folder, write, write_pairs
 
 QA = pairs.Columns("q", "a", ("n", "m"))

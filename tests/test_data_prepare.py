@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from contaccum.data import beir, pairs
+from contaccum.common.errors import DataError
 from contaccum.data.prepare import prepare
-from contaccum.data.training import load_training_set
-from contaccum.errors import DataError
+from contaccum.data.readers import beir
+from contaccum.data.readers import csv_jsonl_parquet as pairs
+from contaccum.data.training_set import load_training_set
 from data_files import TRIPLETS, assert_refused, out_folder, write_pairs
 
 out = pytest.fixture(out_folder)

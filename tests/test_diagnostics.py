@@ -14,11 +14,11 @@ from transformers import TrainerCallback
 
 from conftest import rows
 from contaccum import ContAccumLoss, ContAccumTrainer, DualBankInfoNCE
-from contaccum.config import TrainConfig
-from contaccum.dev import dev_evaluator
-from contaccum.diagnostics import Diagnostics, Scores, bank_shift, sim_mass, troubles
-from contaccum.logfile import read_log
-from contaccum.train import train
+from contaccum.methods.config import TrainConfig
+from contaccum.training.dev import dev_evaluator
+from contaccum.training.diagnostics import Diagnostics, Scores, bank_shift, sim_mass, troubles
+from contaccum.training.logfile import read_log
+from contaccum.training.run import train
 from test_train import options
 from test_trainer import arguments, dataset, trained
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from conftest import assert_close
-from contaccum.logfile import read_log
-from contaccum.methods import METHODS
+from contaccum.methods.table import METHODS
+from contaccum.training.logfile import read_log
 from test_train import command, options
 
 WORKER = str(Path(__file__).with_name("distributed_worker.py"))

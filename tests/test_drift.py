@@ -102,7 +102,7 @@ def test_nothing_balances_a_bank_of_passages_alone_but_zero_sum() -> None:
         ({"query_bank_size": 3}, "mean+zero-sum"),
         ({"query_bank_stop_update": 2}, "mean+zero-sum"),
         ({"query_bank_size": 0}, "mean+zero-sum"),
-        ({"past_encoder": False}, None),
+        ({"clear_after_update": True}, None),
         ({"bank_size": 0}, None),
         ({"drift_correction": None}, None),
         ({"drift_correction": "mean"}, "mean"),

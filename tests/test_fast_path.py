@@ -41,7 +41,7 @@ def drift() -> ModuleType:
         ({"bank": 24}, {"bank_size": 24, "drift_correction": None}),
         ({"bank": 24, "mean": True}, {"bank_size": 24, "drift_correction": "mean"}),
         ({"bank": 24, "mean": True, "zero_sum": "running"}, {"bank_size": 24, "drift_correction": "mean+zero-sum"}),
-        ({"bank": 24, "past": False}, {"bank_size": 24, "past_encoder": False}),
+        ({"bank": 24, "past": False}, {"bank_size": 24, "clear_after_update": True}),
     ],
 )
 @pytest.mark.parametrize("h", [0, 1, 2])

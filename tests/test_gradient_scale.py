@@ -173,7 +173,7 @@ def test_a_micro_batch_that_is_dropped_before_it_enters_leaves_the_running_mean_
         if seed == 3:
             assert criterion.bank.count == 12
             zero_sum_step(criterion, 8, 1, seed=99)
-            criterion.bank._arrivals = None
+            criterion.bank.arrivals = None
         found, expected = (zero_sum_step(each, 4, 1, seed) for each in (criterion, undisturbed))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 

@@ -1,4 +1,4 @@
-"""Towers with recorded layers compute what plain ones do: padding, lanes and what changes between passes, by a stand-in for a recording.
+"""Towers with recorded layers compute what plain ones do: padding, pools and what changes between passes, by a stand-in for a recording.
 
 What is really recorded needs a GPU: tests/test_graphs_gpu.py.
 """
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from conftest import assert_close, tiny_config
 from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
-from contaccum.config import TrainConfig
-from contaccum.graphs import (
-    LANES,
+from contaccum.methods.config import TrainConfig
+from contaccum.towers.cuda_graphs import (
     MULTIPLE,
+    POOLS,
     check_graphs,
     forget_recordings,
     graph_towers,
     ungraph_towers,
 )
-from contaccum.speed import encoders
-from contaccum.train import train
+from contaccum.towers.speed import encoders
+from contaccum.training.run import train
 from replayed import graphed
 from test_speed import CONFIGS, columns, step
 from test_train import options
@@ -79,11 +79,11 @@ def test_replayed_passes_give_the_same_loss_and_gradients(kind, tied, tokenizer_
     graph_towers(model)
     for _ in range(2):  # the second finds everything recorded
         assert_close(step(model, kind), plain, rtol=1e-10)
-    lanes = [lane for stack in graphed(model) for lane in stack.lanes]
-    assert len(lanes) == (
+    pools = [pool for stack in graphed(model) for pool in stack.pools]
+    assert len(pools) == (
         1 if tied and kind is CachedContAccumLoss else 2
     )  # of one tower, or one of each; GradCache has one pass at a time
-    assert all(len(lane.recordings) > 0 for lane in lanes)
+    assert all(len(pool.recordings) > 0 for pool in pools)
     assert gc.isenabled()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -95,7 +95,7 @@ def test_replayed_passes_give_the_same_loss_and_gradients(kind, tied, tokenizer_
 
 def test_more_passes_than_lanes_run_as_always(tiny_encoder, by_hand) -> None:
     model = tiny_encoder(dropout=0.0)
-    batches = [columns(model, seed=seed)[0] for seed in range(LANES + 2)]
+    batches = [columns(model, seed=seed)[0] for seed in range(POOLS + 2)]
 
     def gradients() -> dict[str, Tensor]:
         model.train().zero_grad()
@@ -107,7 +107,7 @@ def test_more_passes_than_lanes_run_as_always(tiny_encoder, by_hand) -> None:
     graph_towers(model)
     for _ in range(2):
         assert_close(gradients(), plain, rtol=1e-5)
-    assert [len(stack.lanes) for stack in graphed(model)] == [LANES, 0]
+    assert [len(stack.pools) for stack in graphed(model)] == [POOLS, 0]
 
 
 def test_a_pass_that_is_dropped_gives_its_lane_back(tiny_encoder, by_hand) -> None:
@@ -117,11 +117,11 @@ def test_a_pass_that_is_dropped_gives_its_lane_back(tiny_encoder, by_hand) -> No
     for _ in range(4):
         model(dict(batch))
         gc.collect()
-    assert [lane.free for lane in stack.lanes] == [True]
+    assert [pool.free for pool in stack.pools] == [True]
     kept = [model(dict(batch))["sentence_embedding"].sum() for _ in range(2)]
     for value in kept:
         value.backward()  # and `kept` lives on
-    assert [lane.free for lane in stack.lanes] == [True, True]
+    assert [pool.free for pool in stack.pools] == [True, True]
 
 
 def test_a_second_backward_pass_is_refused(tiny_encoder, by_hand) -> None:
@@ -140,7 +140,7 @@ def test_without_gradients_or_in_evaluation_nothing_is_recorded(tiny_encoder, by
     model.eval()(dict(batch))
     with torch.no_grad():
         model.train()(dict(batch))
-    assert graphed(model)[0].lanes == []
+    assert graphed(model)[0].pools == []
 
 
 def test_hooks_on_parameters_are_called(tiny_encoder, by_hand) -> None:
@@ -151,7 +151,7 @@ def test_hooks_on_parameters_are_called(tiny_encoder, by_hand) -> None:
     weight.register_post_accumulate_grad_hook(lambda p: called.append(1))
     step(model)
     assert called == [1, 1]
-    assert [len(stack.lanes) for stack in graphed(model)] == [0, 1]
+    assert [len(stack.pools) for stack in graphed(model)] == [0, 1]
 
 
 @pytest.mark.parametrize("hook", ["forward", "checkpointing"])
@@ -165,7 +165,7 @@ def test_layers_that_are_looked_into_are_not_replayed(hook, tiny_encoder, by_han
     else:
         encoder.gradient_checkpointing_enable({"use_reentrant": False})
     step(model)
-    assert [len(stack.lanes) for stack in graphed(model)] == [0, 1]
+    assert [len(stack.pools) for stack in graphed(model)] == [0, 1]
     assert called == [1, 1] * (hook == "forward")
 
 
@@ -192,7 +192,7 @@ def test_what_is_trained_may_change(tiny_encoder, by_hand) -> None:
         change(model)
         change(plain)
         assert_close(step(model), step(plain), rtol=1e-5)
-    assert all(stack.lanes for stack in graphed(model))
+    assert all(stack.pools for stack in graphed(model))
 
 
 def test_several_processes_are_refused_and_not_replayed(tiny_encoder, by_hand, monkeypatch) -> None:
@@ -203,18 +203,18 @@ def test_several_processes_are_refused_and_not_replayed(tiny_encoder, by_hand, m
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     model.train()(columns(model)[0])
-    assert graphed(model)[0].lanes == []
+    assert graphed(model)[0].pools == []
 
 
-def test_moved_weights_are_recorded_anew(tiny_encoder, by_hand) -> None:
+def test_moved_weights_are_recorded_again(tiny_encoder, by_hand) -> None:
     model = tiny_encoder(dropout=0.0)
     graph_towers(model)
     step(model)
-    before = graphed(model)[0].lanes
+    before = graphed(model)[0].pools
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     step(model)
-    assert graphed(model)[0].lanes[0] is not before[0]
+    assert graphed(model)[0].pools[0] is not before[0]
 
 
 def test_recordings_are_forgotten_when_micro_batches_are_halved(jsonl, model_folder, tmp_path, by_hand, monkeypatch) -> None:
@@ -226,9 +226,9 @@ def test_recordings_are_forgotten_when_micro_batches_are_halved(jsonl, model_fol
         graph_towers(model)
 
     def forget(model: Any) -> None:
-        forgotten.append(sum(len(lane.recordings) for stack in graphed(model) for lane in stack.lanes))
+        forgotten.append(sum(len(pool.recordings) for stack in graphed(model) for pool in stack.pools))
         forget_recordings(model)
-        assert not any(stack.lanes for stack in graphed(model))
+        assert not any(stack.pools for stack in graphed(model))
 
     criterion, calls = ContAccumLoss.compute_loss_from_embeddings, []
 
@@ -238,17 +238,17 @@ def test_recordings_are_forgotten_when_micro_batches_are_halved(jsonl, model_fol
             raise torch.OutOfMemoryError("CUDA out of memory")
         return criterion(self, *arguments, **options)
 
-    monkeypatch.setattr("contaccum.train.check_graphs", lambda *_: None)
-    monkeypatch.setattr("contaccum.train.planned", lambda config, *_: replace(config, n_local=8))
-    monkeypatch.setattr("contaccum.train.graph_towers", graphed_and_kept)
-    monkeypatch.setattr("contaccum.halving.forget_recordings", forget)
+    monkeypatch.setattr("contaccum.training.run.check_graphs", lambda *_: None)
+    monkeypatch.setattr("contaccum.training.run.planned", lambda config, *_: replace(config, n_local=8))
+    monkeypatch.setattr("contaccum.training.run.graph_towers", graphed_and_kept)
+    monkeypatch.setattr("contaccum.memory.halving.forget_recordings", forget)
     monkeypatch.setattr(ContAccumLoss, "compute_loss_from_embeddings", fails_once)
     changes = {"epochs": 1, "cuda_graphs": True, "n_local": 0, "n_total": 16, "bank": 16, "memory": "100MB"}
     summary = train(TrainConfig(**options(jsonl(64), model_folder, tmp_path / "run", **changes)))
     assert summary["halvings"] == 1
     assert len(forgotten) == 2  # for the optimizer's first step, and by halving
     assert all(forgotten)
-    assert any(lane.recordings for stack in graphed(model_of[0]) for lane in stack.lanes)
+    assert any(pool.recordings for stack in graphed(model_of[0]) for pool in stack.pools)
 
 
 def test_what_does_not_go_together_is_one_clear_line(tiny_encoder, monkeypatch) -> None:

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers import BertConfig
 
 from conftest import assert_close, tiny_config
-from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder, graphs
-from contaccum.config import TrainConfig
-from contaccum.graphs import MULTIPLE, graph_towers
-from contaccum.speed import compile_towers
+from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
+from contaccum.methods.config import TrainConfig
+from contaccum.towers import cuda_graphs as graphs
+from contaccum.towers.cuda_graphs import MULTIPLE, graph_towers
+from contaccum.towers.speed import compile_towers
 from replayed import graphed
 from test_speed import PRECISIONS, columns, does_not_wait, error_of, needs_compiler, step
 from test_speed_training import resumes_bit_equal
@@ -41,7 +42,7 @@ def test_recorded_layers_on_a_gpu(precision, compiled, tiny_encoder) -> None:
     allowed = max(1e-5, 3 * error_of(plain, exact), torch.finfo(autocast.get("dtype", torch.float32)).eps / 2)
     for _ in range(3):
         assert error_of(run(), exact) <= allowed
-    assert all(any(lane.recordings for lane in stack.lanes) for stack in graphed(model))
+    assert all(any(pool.recordings for pool in stack.pools) for stack in graphed(model))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -54,14 +55,14 @@ def test_recorded_layers_drop_what_plain_ones_drop(kind, tied, tokenizer_folder,
         plain = step(model, kind)  # with the same padding
     for _ in range(2):
         assert_close(step(model, kind), plain, rtol=1e-4)
-    assert any(lane.recordings for stack in graphed(model) for lane in stack.lanes)
+    assert any(pool.recordings for stack in graphed(model) for pool in stack.pools)
 
 
 def test_a_replayed_micro_step_does_not_wait_for_the_device(tiny_encoder) -> None:
     model = tiny_encoder().to("cuda").train()
     graph_towers(model)
     does_not_wait(model)
-    assert all(any(lane.recordings for lane in stack.lanes) for stack in graphed(model))
+    assert all(any(pool.recordings for pool in stack.pools) for stack in graphed(model))
 
 
 def test_training_with_recorded_layers_resumes_as_it_would_have_gone_on(jsonl, model_folder, tmp_path) -> None:
@@ -101,7 +102,7 @@ def test_memory_that_runs_out_on_a_gpu_while_recording(tokenizer_folder) -> None
         torch.cuda.synchronize()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any(lane.recordings for lane in graphed(model)[0].lanes)
+    assert any(pool.recordings for pool in graphed(model)[0].pools)
 
 
 def test_a_model_that_is_dropped_gives_its_memory_back(tokenizer_folder) -> None:
@@ -125,7 +126,7 @@ def test_recordings_of_many_shapes_share_their_memory(tokenizer_folder) -> None:
         torch.cuda.empty_cache()
         held.append(torch.cuda.memory_reserved())
     assert held[-1] < 1.25 * held[3]
-    assert len(graphed(model)[0].lanes[0].recordings) == 6
+    assert len(graphed(model)[0].pools[0].recordings) == 6
 
 
 def test_micro_batches_add_to_gradients_in_place(tiny_encoder) -> None:
@@ -141,5 +142,5 @@ def test_micro_batches_add_to_gradients_in_place(tiny_encoder) -> None:
     graph_towers(model)
     for _ in range(2):
         assert error_of(gradients(), plain) < 1e-5
-    shared = graphed(model)[0].lanes[0].gradients
+    shared = graphed(model)[0].pools[0].gradients
     assert all(p.grad.data_ptr() == part.data_ptr() for p, part in zip(shared.parameters, shared.parts, strict=True))

@@ -16,15 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import BertConfig
 
 from conftest import assert_close
-from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, drift, dual_encoder
-from contaccum.budget import limit_memory
-from contaccum.diagnostics import Diagnostics
-from contaccum.graphs import graph_towers
-from contaccum.halving import HalvingTrainer, gradients_apart, rows_of, split
-from contaccum.logfile import read_log
-from contaccum.plan.measure import write_model, write_texts
-from contaccum.runlog import RunLog
-from contaccum.table import LogSumTable
+from contaccum import CachedContAccumLoss, ContAccumLoss, ContAccumTrainer, dual_encoder
+from contaccum.core import drift
+from contaccum.core.log_sum_table import LogSumTable
+from contaccum.memory.halving import HalvingTrainer, gradients_apart, rows_of, split
+from contaccum.memory.limit import limit_memory
+from contaccum.towers.cuda_graphs import graph_towers
+from contaccum.training.diagnostics import Diagnostics
+from contaccum.training.logfile import read_log
+from contaccum.training.runlog import RunLog
+from contaccum.training.trial import write_model, write_texts
 from replayed import graphed
 from test_trainer import arguments, dataset, state_of, trained
 
@@ -128,7 +129,7 @@ class _Watching(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "gradcache"])
-def test_the_logs_count_what_was_done_anew_once(tiny_encoder, tmp_path, cached: bool) -> None:
+def test_the_logs_count_what_was_done_again_once(tiny_encoder, tmp_path, cached: bool) -> None:
     """8 rows an update, the first pass fails on its way back: the log is that of a run that is small from the start."""
 
     def lines(small: bool) -> tuple[list[dict[str, Any]], int]:
@@ -270,7 +271,7 @@ def test_recorded_layers_make_room_for_the_optimizer(tiny_encoder, by_hand, tmp_
     recordings: list[int] = []
 
     def look(*_: Any) -> None:
-        recordings.append(sum(len(lane.recordings) for stack in graphed(model) for lane in stack.lanes))
+        recordings.append(sum(len(pool.recordings) for stack in graphed(model) for pool in stack.pools))
 
     plain = trained(tiny_encoder(), tmp_path / "plain", optim=optim)
     model = tiny_encoder()
@@ -305,4 +306,4 @@ def test_real_memory_runs_out_and_training_goes_on(tmp_path: Path, graphs: bool)
     assert trainer.halvings > 0
     assert trainer.loss.criterion.bank.count == 3 * 256
     assert torch.cuda.max_memory_reserved() <= 600_000_000
-    assert not graphs or all(any(lane.recordings for lane in stack.lanes) for stack in graphed(model))
+    assert not graphs or all(any(pool.recordings for pool in stack.pools) for stack in graphed(model))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contaccum import DualBankInfoNCE
-from contaccum.infonce import Columns, Rows, naive_dual_bank_infonce, rounded_to_tf32, row_log_sums, tensor_cores, unit_vectors
+from contaccum.core.infonce import Columns, Rows, naive_dual_bank_infonce, rounded_to_tf32, row_log_sums, tensor_cores, unit_vectors
 from reference import ReferenceInfoNCE
 
 D = 6
@@ -84,7 +84,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "mask_duplicates": draw(st.booleans()),
         "cache_hard_negatives": draw(st.booleans()),
         "drift_correction": draw(st.sampled_from([None, None, "mean", "mean+zero-sum"])),
-        "past_encoder": draw(st.sampled_from([True, True, True, False])),
+        "clear_after_update": draw(st.sampled_from([False, False, False, True])),
         "start_update": draw(st.sampled_from([0, 0, 0, 2])),
         "query_bank_stop_update": draw(st.sampled_from([None, None, None, 3])),
     }
@@ -255,7 +255,7 @@ def test_a_nan_vector_gives_nan_log_sums_where_they_are_rounded(monkeypatch) -> 
     ids = torch.arange(4)
     queries, passages = torch.ones(4, 2), torch.ones(4, 1, 2)
     passages[3, 0, 1] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-    monkeypatch.setattr("contaccum.infonce.CHUNK_SCORES", 4)
+    monkeypatch.setattr("contaccum.core.infonce.CHUNK_SCORES", 4)
     assert row_log_sums(Rows(queries, ids), Columns(passages, ids), 1.0).isnan().all()
 
 

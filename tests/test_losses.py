@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conftest import assert_close, texts
 from contaccum import CachedContAccumLoss, ContAccumLoss
-from contaccum.losses import token_keys
+from contaccum.adapters.text_keys import token_keys
 from reference import ReferenceInfoNCE
 
 
@@ -148,11 +148,7 @@ def test_evaluation_mode_of_the_model_leaves_the_bank_alone(tiny_encoder) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"directions": ("query_to_doc", "doc_to_query")}, "cannot be combined with a bank"),
-        ({"directions": None}, "directions=None cannot be combined with a bank"),
-        ({"partition_mode": "xyz"}, "partition_mode='xyz' is unknown; choose one of joint, per_direction"),
         ({"micro_batch_size": 2.5}, "micro_batch_size=2.5 is not a whole number"),
-        ({"hardness_mode": "hard_negatives"}, "hardness_mode='hard_negatives' would change scores that the bank keeps"),
         ({"similarity_fct": torch.cdist}, "similarity_fct=cdist has no closed form here"),
         ({"scale": torch.nn.Parameter(torch.ones(()))}, "learnable scale"),
     ],

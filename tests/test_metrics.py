@@ -13,11 +13,12 @@ from scipy import stats
 pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
 from contaccum.cli import app
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_file
 from contaccum.retrieval import evaluate
 from contaccum.retrieval.compare import paired_comparison
 from contaccum.retrieval.metrics import judged_metrics
-from contaccum.retrieval.runs import Hit, Run, whole_file, write_run
+from contaccum.retrieval.runs import Hit, Run, write_run
 
 Qrels = dict[str, dict[str, int]]
 

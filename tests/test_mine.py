@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from contaccum.cli import app, main
+from contaccum.common.errors import DataError
+from contaccum.data.answers import has_answer
 from contaccum.data.bm25 import Bm25
-from contaccum.data.mine import mine, read_texts
-from contaccum.data.training import as_table, load_training_set
-from contaccum.errors import DataError
-from contaccum.retrieval.answers import has_answer
+from contaccum.data.mine import mine
+from contaccum.data.readers.collections import encoded_texts
+from contaccum.data.training_set import as_table, load_training_set
 from mining import CAPITALS, prepared_files
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -79,18 +80,22 @@ def test_a_beir_folder_is_training_set_and_collection(tmp_path: Path) -> None:
         mine(beir, None, tmp_path / "other")
 
 
+def texts_of(file: Path) -> list[str]:
+    return [text for _, text in encoded_texts(file, need_ids=False)]
+
+
 def test_jsonl_collections_need_a_text_and_may_have_a_title(tmp_path: Path) -> None:
     file = tmp_path / "c.jsonl"
     file.write_text('{"text": "one"}\n\n{"title": "T", "text": "two"}\n')
-    assert list(read_texts(file)) == ["one", "T two"]
+    assert texts_of(file) == ["one", "T two"]
     file.write_text('{"text": "one"}\n{"body": "two"}\n')
     with pytest.raises(DataError, match="line 2: no text under 'text'"):
-        list(read_texts(file))
+        texts_of(file)
     file.write_text("")
     with pytest.raises(DataError, match="is empty"):
-        list(read_texts(file))
-    with pytest.raises(DataError, match="of no known kind"):
-        read_texts(file.rename(tmp_path / "c.docx"))
+        texts_of(file)
+    with pytest.raises(DataError, match="is not a collection"):
+        texts_of(file.rename(tmp_path / "c.docx"))
 
 
 def test_existing_output_is_refused_and_an_empty_folder_is_not(prepared: Path) -> None:
@@ -160,10 +165,10 @@ def test_command_prints_json(prepared: Path, monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--method", "magic"], "method='magic' is unknown; choose one of bm25, dense, given"),
+        (["--method", "magic"], "method='magic' is unknown; choose one of bm25, dense, existing"),
         (["--method", "dense"], "needs the folder or name of a trained model"),
-        (["--split", "valid"], "has no split 'valid'; it has train, dev, test"),
-        (["--split", "dev", "--split", "dev"], "none twice"),
+        (["--splits", "valid"], "has no split 'valid'; it has train, dev, test"),
+        (["--splits", "dev,dev"], "none twice"),
         (["--match", "fuzzy"], "match='fuzzy' is unknown; choose one of string, regex"),
         (["--stopwords", "xx"], "stopwords='xx' is no language"),
         (["--per-query", "0"], "per_query=0 asks for no negatives"),
@@ -194,8 +199,8 @@ def test_squad_wiki(tmp_path: Path) -> None:
     folder = SHARED / "data" / "squad-wiki"
     if not folder.exists():
         pytest.skip(f"{folder} is missing: put the squad-wiki files there")
-    from contaccum.data.dpr import training_rows
-    from contaccum.data.rows import Tally
+    from contaccum.data.readers.dpr import training_rows
+    from contaccum.data.readers.rows import Tally
 
     rows = list(training_rows(folder / "biencoder-squad-train.json.xz", Tally()))
     as_table({name: [row[name] for row in rows] for name in rows[0]}).save_to_disk(str(tmp_path / "squad"))

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import texts
+from contaccum.common.errors import DataError
+from contaccum.data.answers import has_answer
 from contaccum.data.bm25 import Bm25
 from contaccum.data.negatives import Chooser, mine_bm25
-from contaccum.data.negatives import given as given_negatives
-from contaccum.errors import DataError
-from contaccum.retrieval.answers import has_answer
+from contaccum.data.negatives import existing as existing_negatives
 from mining import CAPITALS, passages, training_set
 
 # BM25
@@ -143,7 +143,7 @@ def same_but_for_title(one: str, other: str) -> bool:
 
 def test_given_negatives_are_checked_again() -> None:
     rows = training_set(("q", "p", ["x"]), negatives=[["has x", "p", "fine", "fine", "good"]])
-    assert list(given_negatives(rows)) == [["fine", "good"]]
+    assert list(existing_negatives(rows)) == [["fine", "good"]]
 
 
 @pytest.mark.parametrize(("numbers", "message"), [({"per_query": 0}, "per_query=0"), ({"per_query": 5, "depth": 4}, "depth=4")])

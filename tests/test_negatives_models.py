@@ -10,11 +10,11 @@ from datasets import Dataset
 
 import contaccum.data.negatives as negatives_module
 from conftest import WORDS, texts, tiny_config
+from contaccum.common.errors import DataError
+from contaccum.data.answers import has_answer
 from contaccum.data.mine import mine
 from contaccum.data.negatives import denoise, mine_dense
-from contaccum.data.training import load_training_set
-from contaccum.errors import DataError
-from contaccum.retrieval.answers import has_answer
+from contaccum.data.training_set import load_training_set
 from mining import passages, prepared_files, training_set
 
 prepared = pytest.fixture(prepared_files)
@@ -108,7 +108,7 @@ def test_an_encoder_is_no_cross_encoder(model_folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "denoise"])
-def test_a_missing_model_is_said_in_one_line_before_the_collection_is_read(kind: str, tmp_path: Path, jsonl: Callable) -> None:
+def test_a_missing_model_is_reported_in_one_line_before_the_collection_is_read(kind: str, tmp_path: Path, jsonl: Callable) -> None:
     options = {"method": "dense", "model": tmp_path / "none"} if kind == "dense" else {"cross_encoder": tmp_path / "none"}
     with pytest.raises(DataError, match=r"none cannot be loaded as a \w+; give a model folder or a hub name") as error:
         mine(jsonl(4), tmp_path / "missing.tsv", tmp_path / "out", **options)
@@ -121,7 +121,7 @@ def test_dense_mining_and_denoising_from_files(prepared: Path, tiny_encoder: Cal
     mine(prepared / "prepared", prepared / "passages.tsv", prepared / "dense", **options)
     dense = load_training_set(prepared / "dense")["negatives"][:]
     assert [len(texts) for texts in dense] == [3, 3]
-    mine(prepared / "dense", None, prepared / "all", method="given", cross_encoder=cross_encoder_folder, margin=-1e9)
+    mine(prepared / "dense", None, prepared / "all", method="existing", cross_encoder=cross_encoder_folder, margin=-1e9)
     assert load_training_set(prepared / "all")["negatives"][:] == dense
-    summary = mine(prepared / "dense", None, prepared / "none", method="given", cross_encoder=cross_encoder_folder, margin=1e9)
+    summary = mine(prepared / "dense", None, prepared / "none", method="existing", cross_encoder=cross_encoder_folder, margin=1e9)
     assert [summary[name] for name in ("rows", "rows_without_negatives", "negatives", "passages")] == [2, 2, 0, 0]

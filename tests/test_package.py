@@ -29,7 +29,8 @@ def run(code: str) -> str:
 
 
 def test_core_imports_torch_and_nothing_else() -> None:
-    code = "import contaccum\nfrom contaccum import bank, criterion, drift, finite, infonce, table\ncontaccum.DualBankInfoNCE(bank_size=4)"
+    core = "from contaccum.core import bank, criterion, drift, finite, infonce, log_sum_table"
+    code = f"import contaccum\n{core}\ncontaccum.DualBankInfoNCE(bank_size=4)"
     assert run(BLOCKED.format(blocked=OPTIONAL, code=code)).strip() == "['contaccum']"
 
 

@@ -14,10 +14,12 @@ from transformers import BertConfig
 
 from conftest import tiny_config
 from contaccum.cli.plan import text
-from contaccum.config import TrainConfig
-from contaccum.plan import Measured, Plan, Planner, plan, planned
-from contaccum.plan.measure import faster, measure, verified, write_model, write_texts
-from contaccum.plan.predict import Predictor
+from contaccum.memory.plan import plan, planned
+from contaccum.memory.planner import Measured, Plan, Planner
+from contaccum.memory.prediction.predict import Predictor
+from contaccum.memory.trials import faster, verified
+from contaccum.methods.config import TrainConfig
+from contaccum.training.trial import measure, try_in_process, write_model, write_texts
 from plan_models import middling
 
 MINILM = Path(__file__).parents[2] / "shared" / "models" / "minilm-l3"
@@ -68,7 +70,7 @@ BAD = {
     "no memory": ({"memory": None}, "give --memory"),
     "dpr": ({"memory": "90MB", "method": "dpr"}, "memory 90MB is too small: dpr with n_local=96.*use gradaccum or contaccum"),
     "n_total": ({"n_total": 0}, "n_total=0"),
-    "length": ({"max_seq_length": 65}, "--seq 65 is longer than the 64 positions"),
+    "length": ({"max_seq_length": 65}, "--max-seq-length 65 is longer than the 64 positions"),
     "precision": ({"precision": "int8"}, "precision 'int8' is unknown; choose one of"),
     "bank": ({"bank": -1}, "bank=-1 is negative"),
     "query bank": ({"query_bank": 999}, "query_bank_size=999 must lie between 0 and bank_size=64"),
@@ -113,7 +115,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
-    common = ("plan", "--model", model_folder, "--seq", "32", "--n-total", "32", "--bank", "16")
+    common = ("plan", "--model", model_folder, "--max-seq-length", "32", "--n-total", "32", "--bank", "16")
     assert run_cli(monkeypatch, *common, "--memory", "500MB", "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["n_local"], told["bank"], told["hard_negatives"]) == (32, 16, 1)
@@ -137,7 +139,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     ],
 )
 def test_command_line_refuses_in_one_line(monkeypatch, capsys, model_folder: str, options: tuple[str, ...], message: str) -> None:
-    assert run_cli(monkeypatch, "plan", "--model", model_folder, "--seq", "32", "--n-total", "32", "--bank", "16", *options) == 2
+    assert run_cli(monkeypatch, "plan", "--model", model_folder, "--max-seq-length", "32", "--n-total", "32", "--bank", "16", *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert error.count("\n") == 1
@@ -146,7 +148,9 @@ def test_command_line_refuses_in_one_line(monkeypatch, capsys, model_folder: str
 
 @pytest.mark.skipif(not MINILM.exists(), reason=f"{MINILM.name} is not among the shared models")
 def test_a_model_folder_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_cli(monkeypatch, "plan", "--model", str(MINILM), "--memory", "2GB", "--seq", "128", "--n-local", "16", "--json") == 0
+    assert (
+        run_cli(monkeypatch, "plan", "--model", str(MINILM), "--memory", "2GB", "--max-seq-length", "128", "--n-local", "16", "--json") == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert 1.0e9 < told["peak_bytes"] < 1.5e9
 
@@ -155,7 +159,7 @@ def test_a_model_folder_is_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_train_plans_n_local_and_resumes_with_it(
     monkeypatch: pytest.MonkeyPatch, model_folder: str, jsonl: Any, tmp_path: Path, bank: int | str, resolved: int
 ) -> None:
-    from contaccum.config import AUTO, load_config
+    from contaccum.methods.config import AUTO, load_config
 
     options = {"data": jsonl(48), "model": model_folder, "output": tmp_path / "run", "n_total": 16, "bank": bank, "max_seq_length": 32}
     options |= {"n_local": "auto", "memory": "500MB", "max_updates": 4, "save_every": 2, "diagnose_every": 0}
@@ -201,7 +205,7 @@ def test_made_up_texts_fill_the_length(tmp_path: Path) -> None:
     assert all(max(tokenizer(row["positive"])["input_ids"]) < tiny_config().vocab_size for row in rows)
 
 
-def test_verification_goes_down_or_up_to_the_largest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_goes_down_or_up_to_the_largest_that_runs() -> None:
     """A GPU is made up: it runs what it can hold."""
     config = asked("300MB")
     for room in (3, 24, 48):
@@ -211,8 +215,7 @@ def test_verification_goes_down_or_up_to_the_largest_that_runs(monkeypatch: pyte
             tried.append(config.n_local)
             return Measured(config.n_local, config.gradient_checkpointing, 1, 1, 1.0) if config.n_local <= room else None
 
-        monkeypatch.setattr("contaccum.plan.measure.try_in_process", attempt)
-        planner = Planner(Predictor(config), 300_000_000)
+        planner = Planner(Predictor(config), 300_000_000, try_out=attempt)
         found = planner.largest(config)
         assert found is not None
         checked = verified(Plan(found.config, 300_000_000, found.prediction), planner)
@@ -223,15 +226,14 @@ def test_verification_goes_down_or_up_to_the_largest_that_runs(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("quickest", ["plain", "checkpointing", "graphs"])
-def test_the_fastest_of_what_was_tried_is_the_plan(quickest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_of_what_was_tried_is_the_plan(quickest: str) -> None:
     def attempt(config: TrainConfig, room: int, query_tokens: int | None) -> Measured:
         name = "checkpointing" if config.gradient_checkpointing else "graphs" if config.cuda_graphs else "plain"
         rate = 9.0 if name == quickest else {"plain": 2.0, "checkpointing": 3.0, "graphs": 4.0}[name]
         return Measured(config.n_local, config.gradient_checkpointing, 1, 1, rate, config.cuda_graphs)
 
-    monkeypatch.setattr("contaccum.plan.measure.try_in_process", attempt)
     said: list[str] = []
-    planner = Planner(Predictor(asked("200MB")), 200_000_000, say=said.append)
+    planner = Planner(Predictor(asked("200MB")), 200_000_000, try_out=attempt, say=said.append)
     fit = planner.largest(asked("200MB"))
     assert fit is not None
     plain = verified(Plan(fit.config, 200_000_000, fit.prediction), planner)
@@ -255,14 +257,13 @@ def test_the_fastest_of_what_was_tried_is_the_plan(quickest: str, monkeypatch: p
     assert [line.split(":")[0] for line in said if "graphs" in line] == [f"tried {names['graphs']}"]
 
 
-def test_what_cannot_be_tried_beside_a_plan_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_tried_beside_a_plan_is_told() -> None:
     def attempt(config: TrainConfig, *args: Any) -> Measured | None:
         if config.cuda_graphs:
             raise RuntimeError("measuring failed: no graphs today")
         return Measured(config.n_local, config.gradient_checkpointing, 1, 1, 1.0) if not config.gradient_checkpointing else None
 
-    monkeypatch.setattr("contaccum.plan.measure.try_in_process", attempt)
-    planner = Planner(Predictor(asked("200MB")), 200_000_000)
+    planner = Planner(Predictor(asked("200MB")), 200_000_000, try_out=attempt)
     fit = planner.largest(asked("200MB"))
     assert fit is not None
     plan = verified(Plan(fit.config, 200_000_000, fit.prediction), planner)
@@ -277,7 +278,7 @@ def test_a_plan_tells_the_command_that_trains_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_model(tmp_path, BertConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, intermediate_size=128, vocab_size=70))
-    options = ["--model", str(tmp_path), "--seq", "64", "--n-total", "32", "--drift-correction", "none", "--tied", "--no-verify"]
+    options = ["--model", str(tmp_path), "--max-seq-length", "64", "--n-total", "32", "--drift-correction", "none", "--tied", "--no-verify"]
     assert run_cli(monkeypatch, "plan", "--memory", "150MB", *options) == 0
     told = capsys.readouterr().out.strip().splitlines()[-1]
     assert told.startswith(f"to train so: contaccum train --model {tmp_path} --tied ")
@@ -301,6 +302,6 @@ def test_a_plan_tells_the_command_that_trains_so(
 def test_plan_is_verified_on_this_gpu(tmp_path: Path) -> None:
     write_model(tmp_path, BertConfig(num_hidden_layers=2))
     config = TrainConfig(model=str(tmp_path), memory="2GB", n_total=64, bank=64, max_seq_length=128, hard_negatives=0)
-    found = plan(config, verify=True, alternatives=False)
+    found = plan(config, try_out=try_in_process, alternatives=False)
     assert found.measured is not None
     assert found.measured.peak_bytes <= 0.95 * 2e9

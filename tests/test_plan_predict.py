@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from transformers import BertConfig, PretrainedConfig
 
-from contaccum.config import TrainConfig
-from contaccum.plan.allocator import MIB, CachingAllocator, OutOfBudget
-from contaccum.plan.loss import accept_arrivals, bank_loss, record_loss
-from contaccum.plan.measure import measure
-from contaccum.plan.predict import Predictor
-from contaccum.plan.towers import Encoder, inputs, record
-from contaccum.plan.trace import Recorder
-from contaccum.plan.update import Simulation
+from contaccum.memory.prediction.allocator import MIB, CachingAllocator, OutOfBudget
+from contaccum.memory.prediction.loss import accept_arrivals, bank_loss, record_loss
+from contaccum.memory.prediction.predict import Predictor
+from contaccum.memory.prediction.towers import Encoder, inputs, record
+from contaccum.memory.prediction.trace import Recorder
+from contaccum.memory.prediction.update import Simulation
+from contaccum.methods.config import TrainConfig
+from contaccum.training.trial import measure
 from plan_models import TOKENS, middling
 
 ROOT = Path(__file__).parents[1]
@@ -139,7 +139,7 @@ def recorded_update(config: TrainConfig, samples: int, micro_steps: int, workspa
                 value.backward()
                 del value
                 if update == 0 and batch is batches[0]:
-                    loss.criterion.bank._count = 2 * config.bank
+                    loss.criterion.bank.count = 2 * config.bank
             optimizer.step()
             optimizer.zero_grad()
     gc.enable()

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BertConfig
 
 from conftest import tiny_config
-from contaccum.plan.cuda import CudaSemantics
-from contaccum.plan.towers import DROP, Encoder, can_checkpoint, inputs, record, record_passes
-from contaccum.plan.trace import AffineTrace, Trace, _sorted_releases, fit
+from contaccum.memory.prediction.cuda import CudaSemantics
+from contaccum.memory.prediction.towers import DROP, Encoder, can_checkpoint, inputs, record, record_passes
+from contaccum.memory.prediction.trace import AffineTrace, Trace, fit, sorted_releases
 from plan_models import TOKENS, middling
 
 
@@ -99,8 +99,8 @@ def test_uneven_growth_is_refused() -> None:
 
 def test_releases_at_one_place_have_one_order() -> None:
     """Autocast drops its cache in the order of addresses; a gradient's place stays where it is."""
-    assert _sorted_releases([0, 1, ~1, ~0, 2, ~2]) == (0, 1, ~0, ~1, 2, ~2)
-    assert _sorted_releases([0, 1, 2, ~2, ~1, ~0], {4}) == (0, 1, 2, ~2, ~0, ~1)
+    assert sorted_releases([0, 1, ~1, ~0, 2, ~2]) == (0, 1, ~0, ~1, 2, ~2)
+    assert sorted_releases([0, 1, 2, ~2, ~1, ~0], {4}) == (0, 1, 2, ~2, ~0, ~1)
 
 
 def test_a_recording_without_data_is_one_with_data() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from contaccum.data.beir import read_pairs, read_qrels, read_texts
+from contaccum.common.errors import DataError
 from contaccum.data.harvest import Pair, harvest, write_beir
-from contaccum.errors import DataError
-from contaccum.quickstart import METHODS, Settings, free_folder, quickstart, run_folder
-from contaccum.scratch import write_encoder
+from contaccum.data.readers.beir import read_pairs, read_qrels, read_texts
+from contaccum.experiments.quickstart import COMPARED, Settings, free_folder, quickstart, run_folder
+from contaccum.towers.random_encoder import write_encoder
 
 MODULE = '''
 def add(a, b):
@@ -89,7 +89,7 @@ def test_split_is_by_function_and_whole(tmp_path: Path) -> None:
 def test_quickstart_end_to_end(tmp_path: Path) -> None:
     settings = Settings(pairs=600, test=100, epochs=1, n_total=32, bank=64, vocabulary=800, width=32, layers=1)
     results = quickstart(tmp_path / "quick", settings, say=lambda line: None)
-    assert [result.name for result in results] == list(METHODS)
+    assert [result.name for result in results] == list(COMPARED)
     assert [result.negatives_per_query for result in results] == [7, 31, 71, 71]
     for result in results:
         assert set(result.metrics) == {"Top@1", "Top@20", "Top@100", "MRR", "NDCG@10"}

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from conftest import assert_close
-from contaccum import CachedContAccumLoss, graphs
-from contaccum.graphs import graph_towers
-from contaccum.halving import gradients_apart
-from contaccum.recording import Gradients, Lane
-from contaccum.speed import encoders
+from contaccum import CachedContAccumLoss
+from contaccum.memory.halving import gradients_apart
+from contaccum.towers import cuda_graphs as graphs
+from contaccum.towers.cuda_graphs import graph_towers
+from contaccum.towers.recording import Gradients, RecordingPool
+from contaccum.towers.speed import encoders
 from replayed import ReplayedByHand, graphed
 from test_speed import columns, step
 
@@ -41,7 +42,7 @@ def test_frozen_embeddings_and_gradients_that_are_there(tiny_encoder, by_hand) -
     plain = gradients()
     graph_towers(model)
     assert_close(gradients(), plain, rtol=1e-5)
-    assert len(graphed(model)[0].lanes) == 1
+    assert len(graphed(model)[0].pools) == 1
 
 
 def test_gradients_are_in_one_place_unless_somebody_holds_them(tiny_encoder, by_hand) -> None:
@@ -104,7 +105,7 @@ def test_memory_that_runs_out_while_recording_is_given_back(tiny_encoder, by_han
     with pytest.raises(torch.OutOfMemoryError):
         step(model, CachedContAccumLoss)  # other shapes
     monkeypatch.setattr(graphs, "Recording", ReplayedByHand)
-    assert not any(lane.recordings for lane in graphed(model)[0].lanes)
+    assert not any(pool.recordings for pool in graphed(model)[0].pools)
     assert_close(step(model), plain, rtol=0.0)
 
 
@@ -114,11 +115,11 @@ def test_others_are_given_up_where_memory_runs_out(tiny_encoder, by_hand, monkey
     attempts: list[int] = []
 
     class Full(ReplayedByHand):
-        def __init__(self, call: Any, inputs: Any, parameters: Any, lane: Lane) -> None:
-            attempts.append(len(lane.recordings))
-            if lane.recordings:
+        def __init__(self, call: Any, inputs: Any, parameters: Any, pool: RecordingPool) -> None:
+            attempts.append(len(pool.recordings))
+            if pool.recordings:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            super().__init__(call, inputs, parameters, lane)
+            super().__init__(call, inputs, parameters, pool)
 
     monkeypatch.setattr(graphs, "Recording", Full)
     for count in (6, 4, 5):
@@ -132,5 +133,5 @@ def test_a_larger_shape_is_recorded_before_the_smaller_ones(tiny_encoder, by_han
     seen = []
     for count in (4, 2, 6, 4, 2, 6):
         model(columns(model, count)[0])["sentence_embedding"].sum().backward()
-        seen.append(len(graphed(model)[0].lanes[0].recordings))
+        seen.append(len(graphed(model)[0].pools[0].recordings))
     assert seen == [1, 2, 1, 2, 3, 3]

@@ -109,8 +109,8 @@ def _break(run: Path, file: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("spoil", "options", "message"),
     [
-        (lambda run: run / "nothing", {}, r"nothing is no folder; give run folders that contaccum train wrote"),
-        (lambda run: run.parent, {}, r"is no run folder: it has no config.yaml; give one that contaccum train wrote"),
+        (lambda run: run / "nothing", {}, r"nothing is not a folder; give run folders that contaccum train wrote"),
+        (lambda run: run.parent, {}, r"is not a run folder: it has no config.yaml; give one that contaccum train wrote"),
         (lambda run: _break(run, "config.yaml", "a: ["), {}, r"config.yaml cannot be read as YAML"),
         (lambda run: _break(run, "config.yaml", "- 1"), {}, r"config.yaml must hold fields and values"),
         (lambda run: _break(run, "log.jsonl", "{}\n"), {}, r"log.jsonl holds a line without 'update' and 'loss'"),

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs contaccum[report]")
 pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 from contaccum.report.queries import choose, query_browser
 from contaccum.retrieval.evaluate import evaluate
 from report_runs import QUERIES, make_data, make_run, rank_and_judge, summary_of, two_methods, write_lines
@@ -33,7 +33,7 @@ def test_the_browser_holds_rankings_texts_and_ranks(runs: list[Path]) -> None:
     browser = query_browser(summary_of(runs).rows, "MRR@10")
     assert browser.runs == ["gradaccum, seed 1", "gradaccum, seed 2", "contaccum, seed 1", "contaccum, seed 2"]
     assert browser.judged == len(browser.queries) == QUERIES
-    assert "30 of 30 queries" in browser.told()
+    assert "30 of 30 queries" in browser.description()
     ranked = {}
     for line in (runs[3] / "test.trec").read_text().splitlines():
         query, _, key, *_ = line.split()
@@ -56,7 +56,7 @@ def test_texts_stay_within_the_page(runs: list[Path], monkeypatch: pytest.Monkey
     browser = query_browser(summary_of(runs).rows, "MRR@10")
     assert 0 < len(browser.queries) < QUERIES
     assert len(json.dumps(browser.as_json(), ensure_ascii=False)) < 16_000
-    assert f"{len(browser.queries)} of 30 queries" in browser.told()
+    assert f"{len(browser.queries)} of 30 queries" in browser.description()
 
 
 def test_answers_decide_where_there_are_no_judgements(tmp_path: Path) -> None:

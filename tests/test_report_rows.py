@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs contaccum[report]")
 pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 from contaccum.report.folders import read_run_folder
 from contaccum.report.numbers import amount, duration, percent_spread, points, probability, size
 from contaccum.report.queries import query_browser

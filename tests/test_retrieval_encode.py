@@ -16,12 +16,11 @@ import torch
 
 from conftest import texts
 from contaccum.cli import app
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.queries import read_queries
 from contaccum.retrieval import encode
 from contaccum.retrieval.batches import by_budget
 from contaccum.retrieval.shards import Vectors
-from contaccum.retrieval.texts import read_queries
-from contaccum.retrieval.tokens import DirectReader, direct_reader
 
 
 def write_collection(path: Path, count: int = 100, seed: int = 0, words: int = 40) -> list[str]:
@@ -63,58 +62,6 @@ def test_queries_take_the_query_tower_and_prompts_are_kept(tiny_encoder, tmp_pat
         encode(model, tmp_path / "q.jsonl", folder, queries=queries, dtype="float32", device="cpu", progress=False)
         np.testing.assert_allclose(matrix(folder), reference(asked), atol=1e-5)
     assert np.abs(matrix(tmp_path / "v-True") - matrix(tmp_path / "v-False")).max() > 0.1
-
-
-@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "qwen"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("prompt", [None, "w1 w2 "])
-def test_tokens_read_directly_equal_the_models_own(family, side, tied, prompt, tiny_encoder) -> None:
-    model = tiny_encoder(family, tied=tied, max_seq_length=12)
-    for module in model.modules():
-        if hasattr(module, "tokenizer"):
-            module.tokenizer.padding_side = side
-    asked = texts(50, seed=1, words=20)
-    for task in ("query", "document"):
-        reader = direct_reader(model, task, prompt, asked)
-        assert reader is not None
-        made, expected = reader.padded(reader.tokens(asked)), model.preprocess(asked, prompt=prompt, task=task)
-        assert made.keys() == expected.keys()
-        assert all(torch.equal(made[k], v) if isinstance(v, torch.Tensor) else made[k] == v for k, v in expected.items())
-        assert expected["input_ids"].shape == (50, 12)
-
-
-def test_a_model_that_reads_otherwise_keeps_its_own_way(tiny_encoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_encoder(tied=True)
-    own = model.preprocess
-    monkeypatch.setattr(model, "preprocess", lambda texts, **kwargs: own([text.replace("w1", "w2") for text in texts], **kwargs))
-    assert direct_reader(model, "document", None, texts(20)) is None
-
-
-def test_token_ids_are_kept_for_the_next_model(tiny_encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_collection(tmp_path / "c.jsonl")
-    monkeypatch.setattr(sys.modules["contaccum.retrieval.encode"], "WINDOW", 37)
-    read: list[int] = []
-    plain = DirectReader._read
-    monkeypatch.setattr(DirectReader, "_read", lambda self, asked: read.append(len(asked)) or plain(self, asked))
-
-    def vectors(model, name: str, cache: Path | None = tmp_path / "tokens", **options) -> np.ndarray:
-        encode(model, tmp_path / "c.jsonl", tmp_path / name, token_cache=cache, dtype="float32", device="cpu", progress=False, **options)
-        return matrix(tmp_path / name)
-
-    first, second = tiny_encoder(seed=0), tiny_encoder(seed=1)
-    assert np.array_equal(vectors(first, "plain", None), vectors(first, "kept"))
-    assert len(list((tmp_path / "tokens").iterdir())) == 3  # windows
-    read.clear()
-    assert np.array_equal(vectors(second, "second"), vectors(second, "second-plain", None))
-    assert read == [33, 33, 37, 37, 26]  # reading directly is tried on 33 texts each time; the windows were tokenised only without a cache
-    for file in (tmp_path / "tokens").iterdir():
-        file.write_bytes(file.read_bytes()[:-4])
-    read.clear()
-    assert np.array_equal(vectors(second, "third"), vectors(second, "fourth")), "made anew where damaged, then used"
-    assert read == [33, 37, 37, 26, 33]
-    shorter = vectors(second, "shorter", max_seq_length=5)
-    assert np.array_equal(shorter, vectors(second, "shorter-plain", None, max_seq_length=5))
 
 
 def test_vectors_of_a_cosine_model_are_normalised(tiny_encoder, tmp_path: Path) -> None:
@@ -185,7 +132,6 @@ def test_an_unfinished_folder_is_not_searched(encoded, tmp_path: Path) -> None:
 
 
 def test_vectors_too_large_for_half_precision_are_refused(tiny_encoder, tmp_path: Path) -> None:
-    import torch
 
     model = tiny_encoder(tied=True)
     with torch.no_grad():
@@ -209,7 +155,7 @@ def test_wrong_options_name_the_remedy(wrong, told, tmp_path: Path) -> None:
 
 def test_what_is_no_model_is_refused_in_a_line(tmp_path: Path) -> None:
     write_collection(tmp_path / "c.jsonl", 5)
-    with pytest.raises(ValueError, match="no model can be read") as caught:
+    with pytest.raises(ValueError, match="none cannot be loaded as a SentenceTransformer") as caught:
         encode(tmp_path / "none", tmp_path / "c.jsonl", tmp_path / "v", progress=False)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "v").exists()
@@ -235,7 +181,6 @@ def command(folder: Path, output: str, shard_size: int) -> list[str]:
 @pytest.fixture
 def one_thread():
     """The number of threads may change the last bit of a sum; the processes started here have one."""
-    import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -331,7 +276,7 @@ def test_queries_are_read_from_every_format(tmp_path: Path) -> None:
 def test_queries_of_a_prepared_set_are_each_asked_once(tmp_path: Path) -> None:
     from datasets import DatasetDict
 
-    from contaccum.data.training import as_table
+    from contaccum.data.training_set import as_table
 
     table = as_table({"query": ["a", "a", "b"], "positive": ["x", "y", "z"], "answers": [["1"], ["1"], ["2"]]})
     DatasetDict({"test": table}).save_to_disk(str(tmp_path / "set"))

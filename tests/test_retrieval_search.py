@@ -13,13 +13,14 @@ import torch
 
 pytest.importorskip("faiss", reason="needs contaccum[search]")
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_file, write_json
+from contaccum.data.readers.queries import Query
 from contaccum.retrieval import exact
-from contaccum.retrieval.exact import BACKENDS, brute_force, exact_search
-from contaccum.retrieval.runs import Hit, read_run, whole_file, write_dpr_results, write_run
+from contaccum.retrieval.exact import brute_force, exact_search
+from contaccum.retrieval.runs import Hit, read_run, write_dpr_results, write_run
 from contaccum.retrieval.search import search
-from contaccum.retrieval.shards import Vectors, write_json, write_shard
-from contaccum.retrieval.texts import Query
+from contaccum.retrieval.shards import Vectors, write_shard
 
 
 def write_vectors(folder: Path, vectors: np.ndarray, ids: list[str], shards: int = 1, **told) -> Vectors:
@@ -40,8 +41,8 @@ def shuffled_ids(count: int, seed: int = 9) -> list[str]:
     return [f"d{number}" for number in np.random.default_rng(seed).permutation(count)]
 
 
-def assert_exact(vectors: Vectors, matrix: np.ndarray, ids: list[str], queries: np.ndarray, k: int, backend: str) -> None:
-    scores, rows = exact_search(queries, vectors, k, backend, "cpu")
+def assert_exact(vectors: Vectors, matrix: np.ndarray, ids: list[str], queries: np.ndarray, k: int) -> None:
+    scores, rows = exact_search(queries, vectors, k, "cpu")
     wanted_scores, wanted_rows = brute_force(queries, matrix, np.array([key.encode() for key in ids]), k)
     np.testing.assert_array_equal(rows, wanted_rows)
     np.testing.assert_array_equal(scores, wanted_scores)
@@ -53,49 +54,45 @@ def test_few_pairs_are_proposed_of_the_first_block_too(tmp_path: Path, monkeypat
     monkeypatch.setattr(exact, "_pairs", lambda passing: listed.append(int(passing.sum())) or pairs(passing))
     monkeypatch.setitem(exact.BLOCK_ROWS, "cpu", 1000)
     vectors = write_vectors(tmp_path / "v", random_vectors(3000, 24, 0, "float32"), shuffled_ids(3000))
-    exact_search(random_vectors(37, 24, 1, "float32"), vectors, 10, "torch", "cpu")
+    exact_search(random_vectors(37, 24, 1, "float32"), vectors, 10, "cpu")
     assert len(listed) == 3
     assert max(listed) <= 37 * (2 * 10 + exact.SPARE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shards", [1, 50])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("block_rows", [64, 32_768])
-def test_exact_search_equals_brute_force(backend, shards, dtype, block_rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_search_equals_brute_force(shards, dtype, block_rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(exact.BLOCK_ROWS, "cpu", block_rows)
     matrix, ids = random_vectors(1500, 24, 0, dtype), shuffled_ids(1500)
     vectors, queries = write_vectors(tmp_path / "v", matrix, ids, shards), random_vectors(37, 24, 1, dtype)
     for k in (1, 10, 200):
-        assert_exact(vectors, matrix, ids, queries, k, backend)
+        assert_exact(vectors, matrix, ids, queries, k)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_k_may_exceed_the_collection(backend, tmp_path: Path) -> None:
+def test_k_may_exceed_the_collection(tmp_path: Path) -> None:
     matrix, ids = random_vectors(30, 8, 0), shuffled_ids(30)
-    assert_exact(write_vectors(tmp_path / "v", matrix, ids, 4), matrix, ids, random_vectors(5, 8, 1), 1000, backend)
+    assert_exact(write_vectors(tmp_path / "v", matrix, ids, 4), matrix, ids, random_vectors(5, 8, 1), 1000)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_equal_scores_come_by_id(backend, dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_scores_come_by_id(dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """400 vectors, only 7 different: every place at the end of the k best is contested, also across blocks and shards."""
     monkeypatch.setitem(exact.BLOCK_ROWS, "cpu", 32)
     matrix = random_vectors(7, 33, 0, dtype)[np.random.default_rng(3).integers(7, size=400)]
     ids = shuffled_ids(400)
     vectors = write_vectors(tmp_path / "v", matrix, ids, 3)
     for k in (1, 5, 60, 399):
-        assert_exact(vectors, matrix, ids, random_vectors(11, 33, 1, dtype), k, backend)
-    scores, _ = exact_search(random_vectors(11, 33, 1, dtype), vectors, 60, backend, "cpu")
+        assert_exact(vectors, matrix, ids, random_vectors(11, 33, 1, dtype), k)
+    scores, _ = exact_search(random_vectors(11, 33, 1, dtype), vectors, 60, "cpu")
     assert (np.diff(scores, axis=1) == 0).any(), "nothing was tied: the test shows nothing"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_later_and_better_blocks_replace_earlier_ones(backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_and_better_blocks_replace_earlier_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(exact.BLOCK_ROWS, "cpu", 50)
     matrix = (np.linspace(0.01, 1, 600)[:, None] * np.ones((600, 16))).astype(np.float16)
     ids = shuffled_ids(600)
-    assert_exact(write_vectors(tmp_path / "v", matrix, ids, 2), matrix, ids, np.ones((3, 16), np.float16), 20, backend)
+    assert_exact(write_vectors(tmp_path / "v", matrix, ids, 2), matrix, ids, np.ones((3, 16), np.float16), 20)
 
 
 def test_scores_closer_than_float32_can_tell_are_ordered_exactly(tmp_path: Path) -> None:
@@ -105,15 +102,11 @@ def test_scores_closer_than_float32_can_tell_are_ordered_exactly(tmp_path: Path)
     matrix = (base + rng.standard_normal((300, 768)) * 1e-5).astype(np.float32)
     ids = shuffled_ids(300)
     vectors = write_vectors(tmp_path / "v", matrix, ids, 2)
-    for backend in BACKENDS:
-        assert_exact(vectors, matrix, ids, (base + rng.standard_normal((4, 768))).astype(np.float32), 50, backend)
+    assert_exact(vectors, matrix, ids, (base + rng.standard_normal((4, 768))).astype(np.float32), 50)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("noise", [0.0, 1e-3, 3e-8])
-def test_vectors_of_a_collapsed_model_are_ranked_without_listing_all_pairs(
-    backend, noise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_of_a_collapsed_model_are_ranked_without_listing_all_pairs(noise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed, pairs = [], exact._pairs
     monkeypatch.setattr(exact, "_pairs", lambda passing: listed.append(int(passing.sum())) or pairs(passing))
     monkeypatch.setitem(exact.BLOCK_ROWS, "cpu", 700)
@@ -125,7 +118,7 @@ def test_vectors_of_a_collapsed_model_are_ranked_without_listing_all_pairs(
     queries = np.concatenate([matrix[:5], random_vectors(4, 48, 1, str(matrix.dtype))])
     for k in (1, 10, 800):
         listed.clear()
-        assert_exact(vectors, matrix, ids, queries, k, backend)
+        assert_exact(vectors, matrix, ids, queries, k)
         assert max(listed, default=0) <= len(queries) * (2 * k + exact.SPARE + 700 * exact.DENSE)
 
 
@@ -137,7 +130,7 @@ def test_the_fast_type_of_the_proposals_changes_nothing(fast, tied, tmp_path: Pa
     matrix = random_vectors(9, 40, 0)[np.arange(900) % 9] if tied else random_vectors(900, 40, 0) + np.float16(3)
     vectors = write_vectors(tmp_path / "v", matrix, shuffled_ids(900), 2)
     for k in (1, 30, 150):
-        assert_exact(vectors, matrix, shuffled_ids(900), random_vectors(23, 40, 1) - np.float16(2), k, "torch")
+        assert_exact(vectors, matrix, shuffled_ids(900), random_vectors(23, 40, 1) - np.float16(2), k)
 
 
 def test_a_bfloat16_floor_is_rounded_down() -> None:
@@ -153,13 +146,10 @@ def folders(tmp_path: Path, count: int = 300) -> tuple[Path, Path]:
     return tmp_path / "v", tmp_path / "q"
 
 
-def test_back_ends_write_the_same_run_file(tmp_path: Path) -> None:
+def test_a_run_file_has_k_passages_for_each_query(tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
-    for backend in BACKENDS:
-        summary = search(vectors, queries, tmp_path / f"{backend}.trec", k=10, backend=backend, progress=False)
-    assert summary["exact"]
-    assert (tmp_path / "torch.trec").read_bytes() == (tmp_path / "faiss.trec").read_bytes()
-    run = read_run(tmp_path / "torch.trec")
+    assert search(vectors, queries, tmp_path / "run.trec", k=10, progress=False)["exact"]
+    run = read_run(tmp_path / "run.trec")
     assert len(run) == 20
     assert all(len(hits) == 10 for hits in run.values())
 
@@ -226,14 +216,14 @@ def test_queries_in_place_of_passages_are_noticed(tmp_path: Path) -> None:
     ("output", "more", "message"),
     [
         ("v/manifest.json", {}, "lies among encoded vectors, whose files it might replace; use another --output"),
-        ("afile/run.trec", {}, "afile is no folder that can be written to; use another --output"),
+        ("afile/run.trec", {}, "afile is not a folder that can be written to; use another --output"),
         ("v", {}, "v is a folder; give --output a file"),
         ("run.json", {"json_output": "run.json"}, "run.json is also read or written here and would be replaced; use another --json-output"),
         ("run.trec", {"device": "foo"}, "device 'foo' cannot be used"),
         ("run.trec", {"json_output": "run.json", "match": "fuzzy"}, "match='fuzzy' is unknown"),
     ],
 )
-def test_outputs_that_cannot_be_are_said_before_the_search(output: str, more: dict, message: str, tmp_path: Path) -> None:
+def test_outputs_that_cannot_be_are_reported_before_the_search(output: str, more: dict, message: str, tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
     (tmp_path / "afile").write_text("mine")
     before = (vectors / "manifest.json").read_bytes()
@@ -256,11 +246,11 @@ def test_a_cut_index_is_named(tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
     search(vectors, queries, tmp_path / "run.trec", index="Flat", index_file=tmp_path / "index", progress=False)
     (tmp_path / "index").write_bytes((tmp_path / "index").read_bytes()[:100])
-    with pytest.raises(DataError, match=r"index cannot be read .*; remove it, and it is built anew"):
+    with pytest.raises(DataError, match=r"index cannot be read .*; remove it, and it is built again"):
         search(vectors, queries, tmp_path / "run.trec", index="Flat", index_file=tmp_path / "index", progress=False)
 
 
-@pytest.mark.parametrize("wrong", [{"k": 0}, {"backend": "x"}, {"engine": "x"}, {"index": "Nonsense"}, {"index_parameters": "nprobe=4"}])
+@pytest.mark.parametrize("wrong", [{"k": 0}, {"index": "Nonsense"}, {"index_parameters": "nprobe=4"}])
 def test_wrong_options_name_the_remedy(wrong, tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
     with pytest.raises(ValueError, match=str(next(iter(wrong.values()))).split("=")[0]) as caught:
@@ -289,22 +279,6 @@ def test_a_stale_index_is_refused(tmp_path: Path) -> None:
     write_vectors(tmp_path / "new", random_vectors(300, 16, 7), shuffled_ids(300), 3)
     with pytest.raises(DataError, match="index of other vectors"):
         search(tmp_path / "new", queries, tmp_path / "b.trec", index="Flat", index_file=tmp_path / "i.faiss", progress=False)
-
-
-@pytest.mark.parametrize("index", ["FLAT", "HNSW"])
-def test_milvus_lite_returns_what_exact_search_returns(index, tmp_path: Path) -> None:
-    pytest.importorskip("pymilvus", reason="needs contaccum[milvus]")
-    pytest.importorskip("milvus_lite", reason="needs contaccum[milvus]")
-    vectors, queries = folders(tmp_path)
-    search(vectors, queries, tmp_path / "exact.trec", k=10, progress=False)
-    for name in ("milvus", "again"):
-        options = {"engine": "milvus", "uri": str(tmp_path / "v.db"), "index": index, "progress": False}
-        search(vectors, queries, tmp_path / f"{name}.trec", k=10, **options)
-    wanted = {query: [hit.id for hit in hits] for query, hits in read_run(tmp_path / "exact.trec").items()}
-    for name in ("milvus", "again"):  # loaded, and found again
-        found = {query: [hit.id for hit in hits] for query, hits in read_run(tmp_path / f"{name}.trec").items()}
-        assert found == wanted or index == "HNSW"
-        assert sum(len(set(wanted[query]) & set(found[query])) for query in wanted) >= 0.97 * 200  # a graph may miss some
 
 
 def test_run_files_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import DistilBertConfig, ElectraConfig, RobertaConfig, XLMRobe
 
 from conftest import assert_close, texts, tiny_config
 from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
-from contaccum.speed import (
+from contaccum.towers.speed import (
     REGIONS,
     UNPADDED,
     can_unpad,
@@ -327,7 +327,7 @@ def test_an_encoder_that_cannot_be_unpadded_says_so(tiny_encoder) -> None:
 def test_what_the_device_cannot_do_unpadded_is_one_clear_line(monkeypatch) -> None:
     with pytest.raises(ValueError, match="unpad and torch_compile go together in half precision only"):
         check_unpadded("fp32", compiled=True, cuda=True)
-    monkeypatch.setattr("contaccum.speed.has_flash_attention", lambda: False)
+    monkeypatch.setattr("contaccum.towers.speed.has_flash_attention", lambda: False)
     with pytest.raises(ValueError, match="needs an NVIDIA GPU of the Ampere generation"):
         check_unpadded("bf16", compiled=False, cuda=True)
     check_unpadded("fp32", compiled=True, cuda=False)

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from contaccum.config import TrainConfig, load_config
-from contaccum.logfile import read_log
-from contaccum.methods import cut, get_method
-from contaccum.speed import compile_towers, encoders, has_flash_attention, unpad_towers, unpads_by_itself
-from contaccum.train import _arguments, _workers, train
+from contaccum.methods.config import TrainConfig, load_config
+from contaccum.methods.table import get_method, split_update
+from contaccum.towers.speed import compile_towers, encoders, has_flash_attention, unpad_towers, unpads_by_itself
+from contaccum.training.arguments import tokenizing_workers, training_arguments
+from contaccum.training.logfile import read_log
+from contaccum.training.run import train
 from test_train import assert_bit_equal, final_state, options
 
 
 @pytest.fixture
 def fast(jsonl, model_folder, tmp_path, monkeypatch) -> Callable[..., TrainConfig]:
-    monkeypatch.setattr("contaccum.train.compile_towers", functools.partial(compile_towers, backend="aot_eager"))
+    monkeypatch.setattr("contaccum.training.run.compile_towers", functools.partial(compile_towers, backend="aot_eager"))
 
     def config(name: str, **changes: Any) -> TrainConfig:
         return TrainConfig(**options(jsonl(64, negatives=3), model_folder, tmp_path / name, **{"epochs": 2, **changes}))
@@ -55,7 +56,7 @@ def test_compiled_training_is_plain_training(fast, tmp_path) -> None:
 
 
 def test_tokenising_ahead_changes_nothing(fast, tmp_path) -> None:
-    """Negatives are drawn anew in the second epoch, in whichever process."""
+    """Negatives are drawn again in the second epoch, in whichever process."""
     for name, workers in {"none": 0, "two": 2}.items():
         train(fast(name, workers=workers))
     assert_bit_equal(final_state(tmp_path / "none"), final_state(tmp_path / "two"))
@@ -64,22 +65,22 @@ def test_tokenising_ahead_changes_nothing(fast, tmp_path) -> None:
 @pytest.mark.parametrize(("precision", "changes", "unpadded"), [("bf16", {}, True), ("bf16", {"unpad": False}, False), ("fp32", {}, False)])
 def test_padding_is_left_out_by_itself_where_that_is_fast(precision, changes, unpadded, fast, tmp_path, monkeypatch) -> None:
     """And a run that is gone on with elsewhere stays as it began."""
-    monkeypatch.setattr("contaccum.speed.has_flash_attention", lambda: True)
+    monkeypatch.setattr("contaccum.towers.speed.has_flash_attention", lambda: True)
     unpadding: list[Any] = []
-    monkeypatch.setattr("contaccum.train.unpad_towers", lambda model: (unpadding.append(model), unpad_towers(model)))
+    monkeypatch.setattr("contaccum.training.run.unpad_towers", lambda model: (unpadding.append(model), unpad_towers(model)))
     config = fast("run", precision=precision, max_updates=4, **changes)
     train(config)
     shutil.rmtree(tmp_path / "run" / "model")
     (tmp_path / "run" / "summary.json").unlink()
     assert load_config(tmp_path / "run" / "config.yaml", {}).unpad is unpadded
     assert len(unpadding) == unpadded
-    monkeypatch.setattr("contaccum.speed.has_flash_attention", lambda: False)
+    monkeypatch.setattr("contaccum.towers.speed.has_flash_attention", lambda: False)
     train(config, resume=True)
     assert len(unpadding) == 2 * unpadded
 
 
 def test_what_cannot_be_unpadded_is_padded_by_itself(tiny_encoder, monkeypatch) -> None:
-    monkeypatch.setattr("contaccum.speed.has_flash_attention", lambda: True)
+    monkeypatch.setattr("contaccum.towers.speed.has_flash_attention", lambda: True)
     assert unpads_by_itself(tiny_encoder(), "fp16")
     assert not unpads_by_itself(tiny_encoder("modernbert"), "fp16")
     model = tiny_encoder()
@@ -106,8 +107,8 @@ def test_flash_attention_is_nvidias_and_built(monkeypatch) -> None:
 
 def test_defaults_of_a_run(fast) -> None:
     config = fast("run")
-    assert _workers(config) == (2 if torch.cuda.is_available() else 0)
-    arguments = _arguments(config, cut(get_method(config.method), config.n_total, config.n_local), 1, 64, ["negative"])
+    assert tokenizing_workers(config) == (2 if torch.cuda.is_available() else 0)
+    arguments = training_arguments(config, split_update(get_method(config.method), config.n_total, config.n_local), 1, 64, ["negative"])
     assert arguments.optim == "adamw_torch_fused"
     assert arguments.torch_compile is False  # would compile the whole model, and turn on TF32
     assert arguments.accelerator_config.non_blocking is torch.cuda.is_available()

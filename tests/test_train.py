@@ -19,12 +19,12 @@ import yaml
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 
-from contaccum.config import TrainConfig, load_config, with_bank
-from contaccum.data.training import load_training_set, with_hard_negatives
-from contaccum.logfile import read_log
-from contaccum.methods import METHODS, cut
-from contaccum.sizes import parse_bytes
-from contaccum.train import train
+from contaccum.common.sizes import parse_bytes
+from contaccum.data.training_set import load_training_set, with_hard_negatives
+from contaccum.methods.config import TrainConfig, load_config, with_bank
+from contaccum.methods.table import METHODS, split_update
+from contaccum.training.logfile import read_log
+from contaccum.training.run import train
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -116,7 +116,7 @@ def test_paper_settings_are_the_defaults() -> None:
     assert (config.n_total, config.max_seq_length, config.pooling, config.similarity, config.epochs) == (128, 256, "cls", "dot", 40)
 
 
-def test_hard_negatives_are_drawn_anew_each_epoch_and_again_the_same(jsonl) -> None:
+def test_hard_negatives_are_drawn_again_each_epoch_and_the_same_again(jsonl) -> None:
     table, draw = with_hard_negatives(load_training_set(jsonl(20, negatives=5)), 1, seed=3)
     assert draw is not None
     epochs = []
@@ -147,7 +147,7 @@ def test_rows_without_negatives_are_left_out_and_counted(tmp_path, model_folder,
     ],
 )
 def test_batch_arithmetic(method: str, n_total: int, n_local: int, processes: int, expected: tuple) -> None:
-    batches = cut(METHODS[method], n_total, n_local, processes)
+    batches = split_update(METHODS[method], n_total, n_local, processes)
     assert (batches.per_process, batches.accumulation, batches.mini) == expected
 
 
@@ -167,7 +167,7 @@ def test_sizes_as_people_write_them(text: str, expected: int) -> None:
     ],
 )
 def test_automatic_bank_is_eight_updates_a_sixteenth_of_the_rows_or_a_micro_batch(method, rows, processes, expected) -> None:
-    batches = cut(METHODS[method], 16, 4, processes)
+    batches = split_update(METHODS[method], 16, 4, processes)
     assert with_bank(TrainConfig(n_total=16), batches.micro_batch * processes, rows).bank == expected
     assert with_bank(TrainConfig(n_total=16, bank=7), batches.micro_batch * processes, rows).bank == 7
 
@@ -285,7 +285,7 @@ def test_an_interrupt_is_one_line(jsonl, model_folder, tmp_path) -> None:
 
 def test_a_run_folder_that_cannot_be_made_is_named(jsonl, model_folder, tmp_path) -> None:
     file = jsonl(64)
-    with pytest.raises(ValueError, match=r"run cannot be made: .*jsonl is no folder that can be written to; use another --output"):
+    with pytest.raises(ValueError, match=r"run cannot be made: .*jsonl is not a folder that can be written to; use another --output"):
         train(TrainConfig(**options(file, model_folder, Path(file) / "run")))
 
 
@@ -306,7 +306,7 @@ def test_full_disk_while_saving_loses_nothing(jsonl, model_folder, tmp_path) -> 
     """A limit on file sizes stands for the full disk: the second checkpoint cannot be written, the first remains and is resumed."""
     arguments = options(jsonl(64), model_folder, tmp_path / "run", epochs=3, keep_checkpoints=1)
     script = (
-        "import resource, contaccum.trainer as t, contaccum.cli\n"
+        "import resource, contaccum.adapters.trainer as t, contaccum.cli\n"
         "save = t.ContAccumTrainer._save_checkpoint\n"
         "def full(self, *args):\n"
         "    if self.state.global_step == 8: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))\n"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conftest import assert_close, rows
 from contaccum import CachedContAccumLoss, ContAccumCallback, ContAccumLoss, ContAccumTrainer
-from contaccum.trainer import bank_losses
+from contaccum.adapters.trainer import bank_losses
 
 ROUTES = {"query": "query", "positive": "document"}
 
@@ -131,7 +131,7 @@ def test_a_new_training_starts_with_an_empty_bank(tiny_encoder, tmp_path) -> Non
 
 def test_without_past_encoder_the_trainer_empties_the_bank(tiny_encoder, tmp_path) -> None:
     model = tiny_encoder()
-    trainer = trained(model, tmp_path, loss=ContAccumLoss(model, bank_size=100, past_encoder=False))
+    trainer = trained(model, tmp_path, loss=ContAccumLoss(model, bank_size=100, clear_after_update=True))
     assert len(trainer.loss.criterion.bank) == 0
 
 

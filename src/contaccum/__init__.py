@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from contaccum.bank import DualBank
-from contaccum.criterion import DualBankInfoNCE
-from contaccum.infonce import dual_bank_infonce, naive_dual_bank_infonce
+from contaccum.core.bank import DualBank
+from contaccum.core.criterion import DualBankInfoNCE
+from contaccum.core.infonce import dual_bank_infonce, naive_dual_bank_infonce
 
 if TYPE_CHECKING:
-    from contaccum.losses import CachedContAccumLoss, ContAccumLoss
-    from contaccum.towers import dual_encoder
-    from contaccum.trainer import ContAccumCallback, ContAccumTrainer
+    from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
+    from contaccum.adapters.trainer import ContAccumCallback, ContAccumTrainer
+    from contaccum.towers.dual_encoder import dual_encoder
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,11 +29,11 @@ __all__ = [
 
 # What needs sentence-transformers is imported when it is asked for, so that the core needs torch alone.
 _LAZY = {
-    "CachedContAccumLoss": "contaccum.losses",
-    "ContAccumCallback": "contaccum.trainer",
-    "ContAccumLoss": "contaccum.losses",
-    "ContAccumTrainer": "contaccum.trainer",
-    "dual_encoder": "contaccum.towers",
+    "CachedContAccumLoss": "contaccum.adapters.losses",
+    "ContAccumCallback": "contaccum.adapters.trainer",
+    "ContAccumLoss": "contaccum.adapters.losses",
+    "ContAccumTrainer": "contaccum.adapters.trainer",
+    "dual_encoder": "contaccum.towers.dual_encoder",
 }
 
 

@@ -10,7 +10,7 @@ import typer
 
 from contaccum.cli import bench, data, plan, report, reproduce, retrieval, training
 from contaccum.cli.base import app
-from contaccum.errors import CheckpointError
+from contaccum.common.errors import CheckpointError
 
 __all__ = ["app", "bench", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
 
@@ -25,6 +25,10 @@ def main() -> None:
         code = app(standalone_mode=False) or 0
     except (ValueError, CheckpointError) as error:
         fail(str(error), 2)
+    except ModuleNotFoundError as error:
+        if (error.name or "contaccum").startswith("contaccum"):
+            raise
+        fail(f"{error.name} is not installed; pip install 'contaccum[train,mine,search,report]'", 2)
     except OSError as error:
         if error.filename is None or error.strerror is None:
             raise

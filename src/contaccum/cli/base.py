@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Annotated, Any, Optional
 
 import typer
 import typer.core
 
-# As one uses them.
-ORDER = ("quickstart", "prepare", "mine", "plan", "train", "encode", "search", "evaluate", "report", "reproduce", "bench")
+from contaccum.methods.config import GROUPS
+
+# In the order of use.
+ORDER = ("quickstart", "prepare", "mine", "plan", "train", "encode", "search", "evaluate", "judge", "report", "reproduce", "bench")
 
 
 class InOrder(typer.core.TyperGroup):
@@ -27,24 +29,13 @@ def root() -> None:
     """Train dense retrievers under a memory budget."""
 
 
-def options_of(config: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option per field of a dataclass; those not used arrive as None."""
+def options_of(config: Any, only: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option per field of a dataclass (`only`: of these), grouped in its help; those not used arrive as None."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        kinds = {"str": str, "int": int, "float": float, "bool": bool}
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        generated = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[
-                    Optional[str if field.metadata.get("accepts") else kinds[str(field.type).replace(" | None", "")]],  # noqa: UP045  (typer reads Optional)
-                    typer.Option(help=field.metadata["help"] + _default(field.default), show_default=False),
-                ],
-            )
-            for field in fields(config)
-        ]
+        chosen = [field for field in fields(config) if not only or field.name in only]
+        generated = [_option(field) for field in sorted(chosen, key=lambda field: GROUPS.index(field.metadata["group"]))]
         command.__signature__ = inspect.Signature([*own, *generated])  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in [*own, *generated]}
         return command
@@ -52,8 +43,17 @@ def options_of(config: Any) -> Callable[[Callable[..., None]], Callable[..., Non
     return decorate
 
 
-def _default(value: Any) -> str:
-    return "" if value in (None, "") else f" (default {value})"
+def _option(field: Field[Any]) -> inspect.Parameter:
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": float, "bool": bool}
+    kind: Any = str if field.metadata.get("accepts") else kinds[str(field.type).replace(" | None", "")]
+    text = field.metadata["help"] + default_text(field.default)
+    option = typer.Option(help=text, show_default=False, rich_help_panel=field.metadata["group"])
+    annotation: Any = Annotated[Optional[kind], option]  # noqa: UP045  (typer reads Optional)
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def default_text(value: Any) -> str:
+    return "" if value in (None, "") or isinstance(value, bool) else f" (default {value})"
 
 
 def whole_numbers(option: str, text: str, example: str) -> list[int]:

@@ -31,8 +31,8 @@ def bench(
     checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="recompute activations in the backward pass")] = False,
     graphs: Annotated[bool, typer.Option("--cuda-graphs", help="launch a tower's layers at once")] = False,
     memory: Annotated[Optional[str], typer.Option(help="hold the CUDA allocator to this, as 11GB")] = None,  # noqa: UP045
-    ways: Annotated[Optional[str], typer.Option(help="some of them, with commas between (default: all)")] = None,  # noqa: UP045
-    rounds: Annotated[int, typer.Option(help="turns of each way")] = 3,
+    variants: Annotated[Optional[str], typer.Option(help="some of them, with commas between (default: all)")] = None,  # noqa: UP045
+    rounds: Annotated[int, typer.Option(help="turns of each variant")] = 3,
     updates: Annotated[int, typer.Option(help="updates timed per turn")] = 3,
     output: Annotated[Optional[Path], typer.Option(help="JSON file to write")] = None,  # noqa: UP045
     json_: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
@@ -41,16 +41,17 @@ def bench(
 
     Example: contaccum bench --model minilm-l3 --n-total 64 --passage-tokens 64 --rounds 1
     """
-    from contaccum.bench import WAYS, Workload, measure
-    from contaccum.budget import limit_memory
-    from contaccum.outputs import check_file
-    from contaccum.provenance import provenance
-    from contaccum.sizes import parse_bytes
+    from contaccum.common.outputs import check_file, write_json
+    from contaccum.common.provenance import provenance
+    from contaccum.common.sizes import parse_bytes
+    from contaccum.experiments.bench import measure
+    from contaccum.experiments.workloads import VARIANTS, Workload
+    from contaccum.memory.limit import limit_memory
 
     check_file(output)
     if memory is not None and (cannot := limit_memory(parse_bytes(memory))):
         print(f"note: {cannot}", file=sys.stderr)
-    chosen = list(WAYS) if ways is None else [way.strip() for way in ways.split(",")]
+    chosen = list(VARIANTS) if variants is None else [name.strip() for name in variants.split(",")]
     shape: dict[str, Any] = {
         "query_tokens": query_tokens,
         "passage_tokens": passage_tokens,
@@ -68,8 +69,7 @@ def bench(
             for size in _numbers("bank", bank):
                 rows += measure(model, Workload(total, local, size, **shape), chosen, rounds, updates)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({"provenance": provenance(0), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_json(output, {"provenance": provenance(0), "rows": rows})
     if json_:
         print(json.dumps(rows))
         return
@@ -77,7 +77,7 @@ def bench(
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows of `measure` for people."""
+    """Rows of `measure` as a table."""
     head = ["way", "N_total", "n", "bank", "towers", "ms an update", "over gradaccum", "samples/s", "peak MB", "of bf16 peak"]
     return [head, *map(_line, rows)]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
 from contaccum.cli.base import app
+from contaccum.cli.functions import command
 
 
 @app.command("prepare")
@@ -58,9 +59,9 @@ def prepare(
     """
     from contaccum.data.download import download as fetch_files
     from contaccum.data.download import files_of
-    from contaccum.data.pairs import Columns
     from contaccum.data.prepare import prepare as run_prepare
     from contaccum.data.prepare import require_free
+    from contaccum.data.readers.csv_jsonl_parquet import Columns
 
     require_free(output)
     if download:
@@ -82,70 +83,13 @@ def prepare(
     print(json.dumps(summary.as_dict(), ensure_ascii=False) if json_ else summary.table())
 
 
-@app.command("mine")
-def mine(
-    data: Annotated[Path, typer.Argument(help="training set: a prepared folder, a BEIR folder or a .jsonl")],
-    output: Annotated[Path, typer.Option(help="folder to write; must not exist or be empty")],
-    collection: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="passages .tsv or .jsonl (also .gz, .xz) or a BEIR folder (default: DATA's own passages)"),
-    ] = None,
-    method: Annotated[str, typer.Option(help="bm25, dense (by --model) or given (check the negatives that DATA has)")] = "bm25",
-    per_query: Annotated[int, typer.Option(help="negatives a row, at most")] = 10,
-    depth: Annotated[int, typer.Option(help="best passages to choose them from")] = 100,
-    match: Annotated[str, typer.Option(help="answers are string or regex (CuratedTREC)")] = "string",
-    stopwords: Annotated[str, typer.Option(help="language whose stop words are not indexed, or none (bm25)")] = "en",
-    split: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(help="split to mine, repeatable; others are carried over (default: train)"),
-    ] = None,
-    model: Annotated[Optional[str], typer.Option(help="trained model, folder or name (dense)")] = None,  # noqa: UP045
-    range_min: Annotated[Optional[int], typer.Option(help="skip so many of the nearest (dense)")] = None,  # noqa: UP045
-    absolute_margin: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(help="cosine at least so far below the positive's (dense)"),
-    ] = None,
-    relative_margin: Annotated[
-        Optional[float],  # noqa: UP045
-        typer.Option(help="the same as a share of the positive's, e.g. 0.05 (dense)"),
-    ] = None,
-    max_score: Annotated[Optional[float], typer.Option(help="cosine at most (dense)")] = None,  # noqa: UP045
-    denoise: Annotated[Optional[str], typer.Option(help="cross-encoder, folder or name, that drops false negatives")] = None,  # noqa: UP045
-    margin: Annotated[float, typer.Option(help="it must score a negative so far below the positive")] = 3.0,
-    json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
-) -> None:
-    """Find hard negatives: passages that look right, are no positive and contain no answer.
-
-    Example: contaccum mine sets/nq --collection psgs_w100.tsv.gz --output sets/nq-bm25
+@command("contaccum.data.mine", "mine")
+def show_mined(summary: dict[str, Any], output: str, **_: Any) -> None:
+    """Example: contaccum mine sets/nq --collection psgs_w100.tsv.gz --output sets/nq-bm25
 
     Example: contaccum mine sets/nq-bm25 --collection psgs_w100.tsv.gz --method dense --model runs/first/model --output sets/nq-dense
     """
-    try:
-        from contaccum.data.mine import mine as run_mine
-
-        filters = {"range_min": range_min, "absolute_margin": absolute_margin, "relative_margin": relative_margin, "max_score": max_score}
-        summary = run_mine(
-            data,
-            collection,
-            output,
-            method=method,
-            splits=tuple(split or ("train",)),
-            per_query=per_query,
-            depth=depth,
-            match=match,
-            stopwords=None if stopwords == "none" else stopwords,
-            model=model,
-            filters={name: value for name, value in filters.items() if value is not None},
-            cross_encoder=denoise,
-            margin=margin,
-        )
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; pip install 'contaccum[mine]'") from error
-    if json_:
-        print(json.dumps(summary))
-    else:
-        none = summary["rows_without_negatives"]
-        print(
-            f"{summary['rows']:,} rows, {summary['negatives_per_row']:.1f} negatives each, {none:,} without, "
-            f"{summary['passages']:,} passages, {summary['seconds']:.0f} s -> {output}"
-        )
+    print(
+        f"{summary['rows']:,} rows, {summary['negatives_per_row']:.1f} negatives each, {summary['rows_without_negatives']:,} without, "
+        f"{summary['passages']:,} passages, {summary['seconds']:.0f} s -> {output}"
+    )

@@ -24,7 +24,7 @@ def reproduce(
     jobs: Annotated[int, typer.Option(help="processes at once; small micro-batches leave a GPU room for several; 0: all in this one")] = 1,
     set_: Annotated[Optional[list[str]], typer.Option("--set", help="training option for every cell, as lr=1e-4, repeatable")] = None,  # noqa: UP045
     only: Annotated[Optional[list[str]], typer.Option(help="cells with this in their name, repeatable (default: all)")] = None,  # noqa: UP045
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the cells and about how long they take; run nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the cells and run nothing")] = False,
     json_: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:
     """Run one of the paper's experiments: result file, table and figure. Interrupted, the same command goes on.
@@ -41,10 +41,8 @@ def reproduce(
     request = Request(experiment, folder, dataset, data, scale, model, _seeds(seeds), jobs, settings, tuple(only or ()))
     request.check()
     if dry_run:
-        from contaccum.experiments.estimate import estimates
-
-        for line in estimates(request, planned(request)):
-            print(line)
+        for cell in planned(request):
+            print(cell.name)
         return
     found = run_reproduce(request, say=lambda line: print(line, file=sys.stderr, flush=True))
     if json_:
@@ -64,7 +62,7 @@ def _settings(words: list[str]) -> dict[str, Any]:
     """NAME=VALUE pairs, checked and typed as fields of a training configuration."""
     import yaml
 
-    from contaccum.config import load_config
+    from contaccum.methods.config import load_config
 
     pairs = [word.partition("=") for word in words]
     if wrong := [word for word, (_, equals, _) in zip(words, pairs, strict=True) if not equals]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from contaccum.cli.base import app, options_of
-from contaccum.config import TrainConfig, load_config
+from contaccum.methods.config import TrainConfig, load_config
 
 
 @app.command("quickstart")
@@ -26,8 +26,8 @@ def quickstart(
 
     Example: contaccum quickstart
     """
-    from contaccum.quickstart import Settings, free_folder
-    from contaccum.quickstart import quickstart as run_quickstart
+    from contaccum.experiments.quickstart import Settings, free_folder
+    from contaccum.experiments.quickstart import quickstart as run_quickstart
     from contaccum.report.terminal import show
 
     folder = free_folder(output)
@@ -52,7 +52,7 @@ def train(
 
     Example: contaccum train --data acl --model bert-base-uncased --n-total 128 --n-local 8 --bank 1024 --memory 11GB --output runs/first
     """
-    from contaccum.train import train as run_training
+    from contaccum.training.run import train as run_training
 
     overrides = {name: value for name, value in options.items() if value is not None}
     if resume and config is None and "output" in overrides and (stored := Path(overrides["output"]) / "config.yaml").exists():

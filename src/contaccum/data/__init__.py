@@ -1,1 +1,1 @@
-"""Training sets and collections, read from the field's own file formats."""
+"""From files as they are found to training sets and collections: readers, `prepare`, `mine`, and whether a passage holds an answer."""

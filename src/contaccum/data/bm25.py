@@ -15,7 +15,7 @@ import bm25s  # type: ignore[import-untyped]
 import numpy as np
 from bm25s.tokenization import Tokenized, Tokenizer  # type: ignore[import-untyped]
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
 
 
 class Bm25:

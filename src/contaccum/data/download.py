@@ -21,7 +21,8 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_path
 
 DPR = "https://dl.fbaipublicfiles.com/dpr"
 HARD_NEGATIVES = "https://huggingface.co/datasets/sentence-transformers/msmarco-hard-negatives/resolve/main"
@@ -198,14 +199,11 @@ def unpack_beir(archive: Path, folder: Path) -> None:
                 if str(name) in ("corpus.jsonl", "queries.jsonl") or (len(name.parts) == 2 and name.match("qrels/*.tsv")):
                     _extract(content, member, folder / name)
     except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{archive} is no whole zip archive ({error}); remove it and run this again") from error
+        raise DataError(f"{archive} is not a whole zip archive ({error}); remove it and run this again") from error
 
 
 def _extract(content: zipfile.ZipFile, member: str, path: Path) -> None:
     if path.exists():
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with content.open(member) as source, open(part, "wb") as target:
+    with content.open(member) as source, whole_path(path) as part, open(part, "wb") as target:
         shutil.copyfileobj(source, target, CHUNK_BYTES)
-    os.replace(part, path)

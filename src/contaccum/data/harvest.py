@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import re
 import sysconfig
 import warnings
@@ -17,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import write_jsonl, write_text
 
 MIN_WORDS, MAX_WORDS = 3, 40  # of a query
 MIN_LINES = 2  # of a function's body
@@ -37,7 +37,7 @@ def site_packages() -> list[Path]:
 
 
 def harvest(folders: list[Path] | None = None, limit: int | None = None) -> list[Pair]:
-    """Pairs in an order that depends on the files' names alone; no query and no passage stands there twice.
+    """Pairs in an order that depends on the files' names alone; no query and no passage appears twice.
 
     With `limit`, files are read only until there are so many.
     """
@@ -62,13 +62,12 @@ def write_beir(pairs: list[Pair], folder: Path, test: int, dev: int = 0) -> None
         raise DataError(f"{len(pairs)} pairs are too few for {test} test and {dev} dev queries; ask for fewer")
     order = sorted(range(len(pairs)), key=lambda i: _digest(pairs[i].query + "\0" + pairs[i].passage))
     splits = {"test": order[:test], "dev": order[test : test + dev], "train": sorted(order[test + dev :])}
-    (folder / "qrels").mkdir(parents=True)
-    _write_jsonl(folder / "corpus.jsonl", ({"_id": f"d{i}", "title": "", "text": pair.passage} for i, pair in enumerate(pairs)))
-    _write_jsonl(folder / "queries.jsonl", ({"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs)))
+    write_jsonl(folder / "corpus.jsonl", ({"_id": f"d{i}", "title": "", "text": pair.passage} for i, pair in enumerate(pairs)))
+    write_jsonl(folder / "queries.jsonl", ({"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs)))
     for split, members in splits.items():
         if members:
             lines = "".join(f"q{i}\td{i}\t1\n" for i in members)
-            (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + lines, encoding="utf-8")
+            write_text(folder / "qrels" / f"{split}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
 
 
 def _files(folders: list[Path]) -> Iterator[tuple[str, Path]]:
@@ -108,11 +107,6 @@ def _source_without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, line
         return None
     kept = lines[node.lineno - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : node.end_lineno]
     return "\n".join(line[node.col_offset :] for line in kept)[:MAX_CHARACTERS]
-
-
-def _write_jsonl(path: Path, records: Iterator[dict[str, str]]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def _digest(text: str) -> bytes:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.rows import Row, Tally
+from contaccum.data.readers.rows import Tally, TrainingRow
 
-Rows = Callable[[Tally], Iterator[Row]]
+RowReader = Callable[[Tally], Iterator[TrainingRow]]
 
 
-def hold_out(rows: Iterable[Row], share: float) -> dict[str, Rows]:
+def hold_out(rows: Iterable[TrainingRow], share: float) -> dict[str, RowReader]:
     """About `share` of the rows, chosen by a hash of their query, as "test", the others as "train". All rows of a query stay together."""
 
-    def part(held: bool) -> Rows:
+    def part(held: bool) -> RowReader:
         return lambda tally: (row for row in rows if _is_held(row["query"], share) == held)
 
     return {"train": part(held=False), "test": part(held=True)}

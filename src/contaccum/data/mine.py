@@ -18,17 +18,16 @@ from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets
 from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
 from tqdm import tqdm
 
-from contaccum.data.beir import find_qrels, is_beir, read_collection
-from contaccum.data.dpr import read_passages
-from contaccum.data.files import bare_suffix, passage_text, read_jsonl, text_field
-from contaccum.data.negatives import check_floats, check_numbers, denoise, given, load_cross_encoder, load_model, mine_bm25, mine_dense
-from contaccum.data.training import FEATURES, load_training_set, quiet_datasets
-from contaccum.errors import DataError
-from contaccum.outputs import check_output
-from contaccum.provenance import provenance
-from contaccum.retrieval.answers import check_match
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_output, write_json
+from contaccum.common.provenance import provenance
+from contaccum.data.answers import check_match
+from contaccum.data.negatives import check_floats, check_numbers, denoise, existing, load_cross_encoder, mine_bm25, mine_dense
+from contaccum.data.readers.beir import find_qrels, is_beir
+from contaccum.data.readers.collections import encoded_texts
+from contaccum.data.training_set import FEATURES, load_training_set, quiet_datasets
 
-METHODS = ("bm25", "dense", "given")
+MINERS = ("bm25", "dense", "existing")
 PASSAGES = Features({"text": Value("string")})
 
 
@@ -44,20 +43,32 @@ def mine(
     match: str = "string",
     stopwords: str | None = "en",
     model: str | Path | None = None,
-    filters: dict[str, Any] | None = None,
+    range_min: int | None = None,
+    absolute_margin: float | None = None,
+    relative_margin: float | None = None,
+    max_score: float | None = None,
     cross_encoder: str | Path | None = None,
     margin: float = 3.0,
 ) -> dict[str, Any]:
-    """Write the training set `data`, its negatives replaced by mined ones, to the folder `output`, which `load_training_set` reads.
+    """Find hard negatives: passages that look right, are no positive and contain no answer. They replace those that the data has.
 
     Args:
-        data: whatever `load_training_set` reads. Splits that are not in `splits` are carried over as they are.
-        collection: a passages file as DPR's (.tsv), a BEIR folder, or a .jsonl of "text" and perhaps "title", each plain, .gz or .xz.
-            None: the corpus of `data` where it is a BEIR folder, else the positives of the splits that are mined.
-        method: "bm25", "dense" (by the trained `model`) or "given" (the negatives that `data` has, checked again).
-        per_query, depth, match, stopwords: as for `mine_bm25`.
-        filters: options of sentence-transformers' `mine_hard_negatives`, for "dense".
-        cross_encoder, margin: as for `denoise`; None: no denoising.
+        data: training set: a prepared folder, a BEIR folder or a .jsonl
+        collection: passages .tsv or .jsonl (also .gz, .xz) or a BEIR folder; left out: DATA's own passages
+        output: folder to write; must not exist or be empty
+        method: bm25, dense (by --model) or existing (check the negatives that DATA has)
+        splits: splits to mine; others are carried over (default train)
+        per_query: negatives a row, at most
+        depth: best passages to choose them from
+        match: answers are string or regex (CuratedTREC)
+        stopwords: language whose stop words are not indexed, or none (bm25)
+        model: trained model, folder or name (dense)
+        range_min: skip so many of the nearest (dense)
+        absolute_margin: cosine at least so far below the positive's (dense)
+        relative_margin: the same as a share of the positive's, e.g. 0.05 (dense)
+        max_score: cosine at most (dense)
+        cross_encoder: cross-encoder, folder or name, that drops false negatives
+        margin: it must score a negative so far below the positive
 
     Returns rows, rows_without_negatives, negatives, negatives_per_row, passages, seconds and peak_bytes (of this process so far).
     The folder appears when it is whole, and not before; passages and results pass through hidden files beside it. `mine.json` in it
@@ -67,14 +78,16 @@ def mine(
     data, output = Path(data), Path(output)
     _check(data, output, method, splits)
     check_output(output)
-    check_floats(margin=margin, **{name: value for name, value in (filters or {}).items() if isinstance(value, float)})
-    # Whatever is wrong with an option or a model is said before the collection is read, which may take long.
-    miner = _miner(method, per_query, depth, match, stopwords, model, filters or {})
+    chosen = {"range_min": range_min, "absolute_margin": absolute_margin, "relative_margin": relative_margin, "max_score": max_score}
+    filters = {name: value for name, value in chosen.items() if value is not None}
+    check_floats(margin=margin, **filters)
+    # Whatever is wrong with an option or a model is reported before the collection is read, which may take long.
+    miner = _miner(method, per_query, depth, match, None if stopwords == "none" else stopwords, model, filters)
     scorer = None if cross_encoder is None else load_cross_encoder(cross_encoder)
     with _scratch_beside(output) as scratch:
         tables = {name: load_training_set(data, name) for name in split_names(data)}
         mined = concatenate_datasets([tables[name] for name in splits])
-        passages = _stored([] if method == "given" else _texts(data, collection, mined), scratch)
+        passages = _stored([] if method == "existing" else _texts(data, collection, mined), scratch)
         negatives = miner(mined, passages, scratch)
         if scorer is not None:
             negatives = denoise(mined, negatives, scorer, margin=margin)
@@ -86,14 +99,14 @@ def mine(
         summary = _summary(counts, len(passages), time.monotonic() - started)
         with quiet_datasets():
             DatasetDict(tables).save_to_disk(str(scratch / "whole"))
-        (scratch / "whole" / "mine.json").write_text(json.dumps(summary | provenance(), indent=1))
+        write_json(scratch / "whole" / "mine.json", summary | provenance())
         os.replace(scratch / "whole", output)
     return summary
 
 
 def _check(data: Path, output: Path, method: str, splits: Sequence[str]) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(METHODS)}")
+    if method not in MINERS:
+        raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(MINERS)}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"{output} exists already; remove it or choose another output")
     names = split_names(data)
@@ -109,8 +122,8 @@ def _miner(
     """(training set, passages, scratch folder) -> negatives per row, with options that were checked and a model that was loaded."""
     check_numbers(per_query, depth)
     check_match(match)
-    if method == "given":
-        return lambda rows, passages, scratch: given(rows, per_query=per_query, match=match)
+    if method == "existing":
+        return lambda rows, passages, scratch: existing(rows, per_query=per_query, match=match)
     if method == "bm25":
         from contaccum.data.bm25 import tokenizer_without
 
@@ -118,9 +131,9 @@ def _miner(
         return lambda rows, passages, scratch: mine_bm25(rows, passages, per_query=per_query, depth=depth, match=match, stopwords=stopwords)
     if model is None:
         raise ValueError("method='dense' needs the folder or name of a trained model; give one with --model")
-    from sentence_transformers import SentenceTransformer
+    from contaccum.towers.loading import load_model
 
-    encoder = load_model(SentenceTransformer, model)
+    encoder = load_model(model)
     return lambda rows, passages, scratch: mine_dense(
         rows, passages, encoder, per_query=per_query, depth=depth, match=match, scratch=scratch, **filters
     )
@@ -134,7 +147,7 @@ def split_names(data: Path) -> list[str]:
         try:
             return list(json.loads(listing.read_text())["splits"])
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set anew") from error
+            raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set again") from error
     return ["train"]
 
 
@@ -152,29 +165,8 @@ def _scratch_beside(output: Path) -> Iterator[Path]:
 def _texts(data: Path, collection: str | Path | None, mined: Dataset) -> Iterable[str]:
     """The texts to choose negatives from."""
     if collection is not None:
-        return read_texts(Path(collection))
-    return read_texts(data) if is_beir(data) else dict.fromkeys(mined["positive"])
-
-
-def read_texts(collection: Path) -> Iterator[str]:
-    """The passages of a collection, a title before its text: a BEIR folder, DPR's .tsv, or a .jsonl, as a stream."""
-    if not collection.exists():
-        raise DataError(f"{collection} does not exist; give a passages .tsv, a .jsonl or a BEIR folder")
-    kind = "folder" if collection.is_dir() else bare_suffix(collection)
-    readers = {"folder": read_collection, ".tsv": read_passages, ".jsonl": _read_jsonl_passages}
-    if kind not in readers:
-        raise DataError(f"{collection} is of no known kind; give a passages .tsv, a .jsonl (also .gz, .xz) or a BEIR folder")
-    return (passage_text(title, text) for _, title, text in readers[kind](collection))
-
-
-def _read_jsonl_passages(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(line number, title, text): identifiers are not asked for."""
-    line = 0
-    for line, record in read_jsonl(path):
-        title = "" if record.get("title") is None else text_field(record, "title", path, line)
-        yield str(line), title, text_field(record, "text", path, line)
-    if not line:
-        raise DataError(f"{path} is empty")
+        return (text for _, text in encoded_texts(collection, need_ids=False))
+    return (text for _, text in encoded_texts(data, need_ids=False)) if is_beir(data) else dict.fromkeys(mined["positive"])
 
 
 def _stored(texts: Iterable[str], scratch: Path) -> Dataset:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from tqdm import tqdm
 
-from contaccum.errors import DataError
-from contaccum.retrieval.answers import AnswerMatcher, searchable
+from contaccum.common.errors import DataError
+from contaccum.data.answers import AnswerMatcher, searchable
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
@@ -86,7 +86,7 @@ def mine_bm25(
     Args:
         dataset: a training set, as `load_training_set` gives it.
         passages: a table with a column "text".
-        match: how answers are compared, "string" or "regex" (see `contaccum.retrieval.answers`).
+        match: how answers are compared, "string" or "regex" (see `contaccum.data.answers`).
         stopwords: words that are not indexed, as a language of bm25s ("en"), or None.
 
     Memory: about 25 bytes per indexed word of the collection while the index is built and 8 after that, besides the training set's
@@ -134,11 +134,11 @@ def mine_dense(
     Memory: the texts, a float32 vector for each (1M of 768 numbers: 3 GB), 256 MB of scores, and the candidates of 8,192 queries.
     `scratch` is the folder in which vectors are kept between blocks where there are more queries than that.
     """
-    from sentence_transformers import SentenceTransformer
+    from contaccum.towers.loading import load_model
 
     check_numbers(per_query, depth)
     choose = Chooser(dataset, per_query, match)
-    encoder = load_model(SentenceTransformer, model) if isinstance(model, (str, Path)) else model
+    encoder = load_model(model) if isinstance(model, (str, Path)) else model
     pairs = dataset.select_columns(["query", "positive"])
     # Every block must see the same texts, or its vectors could not be used again.
     corpus = list(dict.fromkeys([*passages["text"], *pairs["positive"]]))
@@ -186,7 +186,7 @@ def _nearest(
     return candidates
 
 
-def given(dataset: Dataset, *, per_query: int = 10, match: str = "string") -> Iterator[list[str]]:
+def existing(dataset: Dataset, *, per_query: int = 10, match: str = "string") -> Iterator[list[str]]:
     """Per row, the first `per_query` of the negatives that it already has and that are none of its positives nor contain an answer."""
     check_numbers(per_query, per_query)
     choose = Chooser(dataset, per_query, match)
@@ -232,26 +232,17 @@ def _logits(scorer: CrossEncoder, texts: list[tuple[str, str]], batch_size: int)
 def load_cross_encoder(name: str | Path) -> CrossEncoder:
     from sentence_transformers import CrossEncoder
 
-    loaded: CrossEncoder = load_model(CrossEncoder, name)
+    from contaccum.towers.loading import load_model
+
+    loaded: CrossEncoder = load_model(name, CrossEncoder)
     heads = getattr(getattr(loaded.model, "config", None), "architectures", None) or []
     if heads and not any("For" in head for head in heads):  # its scores would be those of random weights
         raise DataError(f"{name} is a {heads[0]}, without a head that scores pairs; give a cross-encoder")
     return loaded
 
 
-def load_model(kind: type[Any], name: str | Path) -> Any:
-    """`kind(name)`, from the hub or a folder, in single precision: half of it is many times slower on a CPU."""
-    import torch
-
-    try:
-        return kind(str(name), model_kwargs={"dtype": torch.float32})
-    except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())
-        raise DataError(f"{name} cannot be loaded as a {kind.__name__}; give a model folder or a hub name ({why})") from error
-
-
-def check_floats(**given: float) -> None:
-    for name, value in given.items():
+def check_floats(**values: float) -> None:
+    for name, value in values.items():
         if not math.isfinite(value):
             raise ValueError(f"{name}={value} is not a finite number; give one, or leave it out")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,15 +12,15 @@ from typing import Any
 import datasets
 from tqdm import tqdm
 
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_output, write_json
 from contaccum.data.held_out import check_hold_out, write_judged
 from contaccum.data.held_out import hold_out as hold_back
-from contaccum.data.msmarco import MARGIN, SYSTEMS
-from contaccum.data.pairs import Columns
-from contaccum.data.rows import Row, Tally
+from contaccum.data.readers.csv_jsonl_parquet import Columns
+from contaccum.data.readers.msmarco import MARGIN, SYSTEMS
+from contaccum.data.readers.rows import Tally, TrainingRow
 from contaccum.data.sources import FORMATS, ReadOptions, detect, open_splits
-from contaccum.data.training import FEATURES, quiet_datasets
-from contaccum.errors import DataError
-from contaccum.outputs import check_output
+from contaccum.data.training_set import FEATURES, quiet_datasets
 
 SUMMARY_FILE = "prepare.json"
 SAMPLES = 2
@@ -40,7 +39,7 @@ class SplitSummary:
     notes: list[str] = field(default_factory=list)
     samples: list[dict[str, str | None]] = field(default_factory=list)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: TrainingRow) -> None:
         count = len(row["negatives"])
         self.negatives_min = min(self.negatives_min, count) if self.rows else count
         self.negatives_max = max(self.negatives_max, count)
@@ -167,7 +166,7 @@ def _write(rows: Any, split: str, path: Path, max_negatives: int | None) -> Spli
     return summary
 
 
-def _usable(rows: Iterator[Row], tally: Tally, max_negatives: int | None) -> Iterator[Row]:
+def _usable(rows: Iterator[TrainingRow], tally: Tally, max_negatives: int | None) -> Iterator[TrainingRow]:
     """Rows with a query and a positive, and with at most `max_negatives` negatives, none blank."""
     for row in rows:
         if not row["query"].strip():
@@ -187,7 +186,7 @@ def _save(summary: PrepareSummary, scratch: Path, output: Path, judged: bool) ->
         datasets.DatasetDict(tables).save_to_disk(str(whole))
     if judged:
         write_judged(tables, whole / "beir")
-    (whole / SUMMARY_FILE).write_text(json.dumps(summary.as_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(whole / SUMMARY_FILE, summary.as_dict())
     if output.exists():
         output.rmdir()
     os.replace(whole, output)

@@ -12,15 +12,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from contaccum.data import beir, dpr, msmarco, pairs
-from contaccum.data.files import READ_ERRORS, bare_suffix, find, open_binary, passage_text
-from contaccum.data.rows import Row, Tally
-from contaccum.data.store import TextStore
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers import beir, dpr, msmarco
+from contaccum.data.readers import csv_jsonl_parquet as pairs
+from contaccum.data.readers.files import READ_ERRORS, bare_suffix, find, open_binary, passage_text
+from contaccum.data.readers.rows import Tally, TrainingRow
+from contaccum.data.readers.store import TextStore
 
 FORMATS = ("auto", "dpr", "beir", "msmarco", "pairs")
 HUB_NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
-Splits = dict[str, Callable[[Tally], Iterator[Row]]]
+Splits = dict[str, Callable[[Tally], Iterator[TrainingRow]]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _may_be_on_hub(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and bare_suffix(Path(name)) not in pairs.SUFFIXES
 
 
-def _pairs_rows(records: Iterator[pairs.Record], options: ReadOptions) -> Callable[[Tally], Iterator[Row]]:
+def _pairs_rows(records: Iterator[pairs.Record], options: ReadOptions) -> Callable[[Tally], Iterator[TrainingRow]]:
     return lambda tally: pairs.training_rows(records, options.columns)
 
 

@@ -1,1 +1,1 @@
-"""The paper's tables and figures: what each varies, what it draws, and one runner for all."""
+"""Runs that compare: the quickstart, the paper's tables and figures, and the bench of time and memory."""

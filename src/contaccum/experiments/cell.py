@@ -1,29 +1,25 @@
 """One cell: train, search and judge, or measure; the result is one JSON file that appears when it is whole.
 
-`python -m contaccum.experiments.cell` serves: it takes folders from standard input, one a line, reads FOLDER/cell.json, writes
-FOLDER/result.json with what was printed in FOLDER/cell.log, and answers "done" or "failed". One process for many cells spares each of them
-the imports and the device's start.
+`python -m contaccum.experiments.cell FOLDER` reads FOLDER/cell.json and writes FOLDER/result.json.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
 import sys
 import threading
 import time
-import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.outputs import write_json
+from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
-from contaccum.logfile import read_log
-from contaccum.provenance import provenance
+from contaccum.training.logfile import read_log
 
-KEPT = 100  # passages a query in the run file
+PASSAGES_RANKED = 100  # for each query
 SOURCES = ("collection", "queries", "qrels")
 
 
@@ -32,16 +28,14 @@ def run_cell(folder: Path) -> None:
     spec = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
     started = time.perf_counter()
     found = {"train": _train, "speed": _speed, "memory": _memory}[spec["kind"]](folder, spec)
-    told = {**found, "total_seconds": time.perf_counter() - started, "provenance": provenance(spec["seed"])}
-    part = folder / "result.part"
-    part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    part.replace(folder / "result.json")
+    record = {**found, "total_seconds": time.perf_counter() - started, "provenance": provenance(spec["seed"])}
+    write_json(folder / "result.json", record)
 
 
 def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Train, or go on with what an interrupted try left."""
-    from contaccum.config import TrainConfig
-    from contaccum.train import train
+    from contaccum.methods.config import TrainConfig
+    from contaccum.training.run import train
 
     data, run = Ready(**spec["data"]), folder / "run"
     options = {**spec["options"], "data": data.train, "output": str(run), "seed": spec["seed"]}
@@ -57,7 +51,7 @@ def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         if run.exists() and not begun:
             shutil.rmtree(run)
         summary = train(config, resume=begun)
-    metrics = judge(run, data, folder.parent.parent / "data" / "tokens") if spec["evaluated"] else {}
+    metrics = judge_run(run, data) if spec["evaluated"] else {}
     return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
 
 
@@ -65,43 +59,29 @@ def _updates(options: dict[str, Any]) -> int:
     """Of the whole run, as `train` will count them."""
     import math
 
-    from contaccum.data.training import load_training_set
+    from contaccum.data.training_set import load_training_set
 
     rows = len(load_training_set(options["data"], "train", options.get("limit")))
     per_epoch: int = math.ceil(rows / options.get("n_total", 128))
     return math.ceil(float(options.get("epochs", 40)) * per_epoch)
 
 
-def judge(run: Path, data: Ready, token_cache: Path | None = None) -> dict[str, float]:
-    """Encode the collection, search it exactly, judge; `run` keeps the run file and the values per query, not the vectors.
-
-    Cells share the `token_cache`: tokenising a collection takes longer than a GPU needs to encode it.
-    """
-    from contaccum.retrieval import encode, evaluate, search
+def judge_run(run: Path, data: Ready) -> dict[str, float]:
+    """The finished model's metrics."""
+    from contaccum.retrieval import judge
 
     sources: dict[str, Any] = {name: str(Path(path).resolve()) for name in SOURCES if (path := getattr(data, name)) is not None}
-    data = replace(data, **sources)
-    vectors, found = run / "vectors", run / "test.trec"
-    encode(run / "model", data.collection, vectors / "passages", token_cache=token_cache, progress=False)
-    encode(run / "model", data.queries, vectors / "queries", queries=True, split=data.split, progress=False)
-    search(vectors / "passages", vectors / "queries", found, k=KEPT, verify=False)
-    shutil.rmtree(vectors)
-    if data.qrels is not None:
-        judged = evaluate(
-            found,
-            qrels=data.qrels,
-            split=data.split,
-            metrics=data.metrics,
-            collection=data.collection,
-            output=run / "evaluation.json",
-        )
-    else:
-        top = [int(name.partition("@")[2]) for name in data.metrics]
-        judged = evaluate(
-            found, queries=data.queries, collection=data.collection, match=data.match, top=top, output=run / "evaluation.json"
-        )
-    metrics: dict[str, float] = judged["metrics"]
-    return metrics
+    by: dict[str, Any] = (
+        {"top": [int(name.partition("@")[2]) for name in data.metrics]} if data.qrels is None else {"metrics": data.metrics}
+    )
+    options: dict[str, Any] = {
+        "split": data.split,
+        "match": data.match,
+        "k": PASSAGES_RANKED,
+        "progress": False,
+    }
+    found: dict[str, float] = judge(run / "model", output=run, **sources, **options, **by)["metrics"]
+    return found
 
 
 def _told_by(run: Path) -> dict[str, Any]:
@@ -113,7 +93,8 @@ def _told_by(run: Path) -> dict[str, Any]:
 
 
 def _speed(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
-    from contaccum.bench import Workload, measure
+    from contaccum.experiments.bench import measure
+    from contaccum.experiments.workloads import Workload
 
     options = dict(spec["options"])
     size, ways, rounds, updates = (options.pop(name) for name in ("size", "ways", "rounds", "updates"))
@@ -143,46 +124,18 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def serve() -> None:
-    """Cells by their folders until the input ends, or one fails: what it left of the process is not for the next."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        folder = Path(line.rstrip("\n"))
-        with open(folder / "cell.log", "ab") as log:
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
-        try:
-            run_cell(folder)
-            _forget()
-            answer = "done"
-        except Exception:  # told by whoever asked, from the log
-            traceback.print_exc()
-            answer = "failed"
-        sys.stdout.flush()  # into this cell's log
-        sys.stderr.flush()
-        print(answer, file=answers, flush=True)
-        if answer == "failed":
-            return
-
-
-def _end_with(parent: int) -> None:
+def end_with_parent() -> None:
     """A process whose parent was killed would go on beside the one that the same command starts next."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+    parent = os.getppid()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
 
-def _forget() -> None:
-    """Give back what a cell held, and its memory limit and peak."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 if __name__ == "__main__":
-    serve()
+    end_with_parent()
+    run_cell(Path(sys.argv[1]))

@@ -9,11 +9,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.beir import is_beir, read_qrels
-from contaccum.data.training import has_negatives, load_training_set
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import write_json, write_jsonl, write_text
+from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.queries import Query, read_queries
+from contaccum.data.training_set import has_negatives, load_training_set
 from contaccum.experiments.grid import Scale
-from contaccum.retrieval.texts import Query, qrels_file, read_collection_of, read_queries
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,7 @@ def ready(name: str, source: Path | None, folder: Path, scale: Scale) -> Ready:
     check_source(name, source)
     folder.mkdir(parents=True, exist_ok=True)
     found = {"harvest": _harvested, "beir": _beir, "msmarco": _msmarco, "dpr": _dpr}[dataset.form](dataset, source or folder, folder, scale)
-    part = known.with_suffix(".part")
-    part.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-    part.replace(known)
+    write_json(known, asdict(found))
     return found
 
 
@@ -116,12 +116,11 @@ def _smaller_beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) ->
     if scale.queries is None and scale.passages is None:
         return source, source
     small = folder / "small"
-    (small / "qrels").mkdir(parents=True, exist_ok=True)
     qrels = dict(islice(read_qrels(qrels_file(source, dataset.split)).items(), scale.queries))
     lines = [f"{query}\t{doc}\t{grade}\n" for query, grades in qrels.items() for doc, grade in grades.items()]
-    (small / "qrels" / f"{dataset.split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines), encoding="utf-8")
+    write_text(small / "qrels" / f"{dataset.split}.tsv", "query-id\tcorpus-id\tscore\n" + "".join(lines))
     asked = [query for query in read_queries(source, dataset.split) if query.id in qrels]
-    _write_jsonl(small / "queries.jsonl", ({"_id": query.id, "text": query.text} for query in asked))
+    write_jsonl(small / "queries.jsonl", ({"_id": query.id, "text": query.text} for query in asked))
     relevant = {doc for grades in qrels.values() for doc in grades}
     _write_some(small / "corpus.jsonl", source, lambda key, text: key in relevant, scale.passages)
     return small, small
@@ -146,7 +145,7 @@ def _dpr(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
         queries = queries[: scale.queries]
         collection = _passages_for(queries, collection, folder / "small.jsonl", dataset.match, scale.passages)
         test = folder / "queries.jsonl"
-        _write_jsonl(test, ({"_id": q.id, "text": q.text, "answers": q.answers} for q in queries))
+        write_jsonl(test, ({"_id": q.id, "text": q.text, "answers": q.answers} for q in queries))
     return Ready(str(train), str(collection), str(test), None, None, dataset.match, ("Top@1", "Top@5", "Top@20", "Top@100"), True)
 
 
@@ -160,7 +159,7 @@ def _mined(train: Path, collection: Path, output: Path) -> Path:
 
 def _passages_for(queries: list[Query], collection: Path, file: Path, match: str, others: int | None) -> Path:
     """A part of the collection: passages with an answer to one of the queries, and others."""
-    from contaccum.retrieval.answers import has_answer
+    from contaccum.data.answers import has_answer
 
     wanted = [answer for query in queries for answer in query.answers]
     _write_some(file, collection, lambda key, text: has_answer(wanted, text, match), others, at_most=others)
@@ -183,14 +182,7 @@ def _write_some(file: Path, collection: Path, is_wanted: Any, others: int | None
                 left = None if left is None else left - 1
             yield {"_id": key, "title": title, "text": text}
 
-    _write_jsonl(file, chosen())
-
-
-def _write_jsonl(file: Path, records: Iterable[dict[str, Any]]) -> None:
-    part = file.with_name(file.name + ".part")
-    with open(part, "w", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    part.replace(file)
+    write_jsonl(file, chosen())
 
 
 def corpus_texts(data: Ready, count: int) -> Iterable[str]:

@@ -109,7 +109,7 @@ class Experiment:
     """`cells` of a scale, for data with or without hard negatives and a bank of so many tuples; `draw` makes its figure."""
 
     name: str
-    paper: str  # where it stands there
+    paper: str  # where it is in the paper
     title: str
     cells: Callable[[Scale, int, bool], list[Cell]]
     draw: Callable[[Sequence[dict[str, Any]], str], Any]  # result rows, headline metric -> matplotlib figure

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contaccum.bench import SIZES
 from contaccum.experiments.figures import memory_by_bank
 from contaccum.experiments.grid import Cell, Experiment, Scale
+from contaccum.experiments.workloads import SIZES
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:

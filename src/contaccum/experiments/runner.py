@@ -2,7 +2,7 @@
 
 OUTPUT holds `request.json` (what it is for: another request is refused), `data/` (prepared once), `cells/NAME/` (cell.json, cell.log,
 result.json and the run folder), and of all that is finished `results.json`, `table.md` and the figure. Run again, finished cells are not
-repeated and an interrupted one goes on from its last checkpoint; a cell that fails is told and does not stop the others.
+repeated and an interrupted one goes on from its last checkpoint; a cell that fails is reported and does not stop the others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.outputs import check_output, write_json, write_text
+from contaccum.common.provenance import provenance
 from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, simmass, speed
 from contaccum.experiments.datasets import DATASETS, Ready, check_source, corpus_texts, ready
 from contaccum.experiments.grid import SCALES, Cell, Experiment, Scale, with_seeds
 from contaccum.experiments.processes import in_processes, in_this_process
 from contaccum.experiments.tables import markdown, rows_of, table_of
-from contaccum.outputs import check_output
-from contaccum.provenance import provenance
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT for module in (main_table, ablation, bank_size, speed, gradnorm, simmass, memory)
@@ -113,7 +113,7 @@ def _claim(request: Request) -> None:
     if request.output.exists() and any(request.output.iterdir()):
         raise ValueError(f"{request.output} is not empty and holds no experiment; use another --output")
     request.output.mkdir(parents=True, exist_ok=True)
-    _replace(file, json.dumps(wanted, indent=1) + "\n")
+    write_json(file, wanted)
 
 
 def _check_finished(cell: Cell, folder: Path, settings: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def _base(request: Request, trains: bool) -> _Base:
 def _model(request: Request, data: Ready, folder: Path, scale: Scale) -> str:
     if request.model is not None or request.scale != "tiny":
         return request.model or "bert-base-uncased"
-    from contaccum.scratch import write_encoder
+    from contaccum.towers.random_encoder import write_encoder
 
     encoder = folder / "encoder"
     if not (encoder / "config.json").exists():
@@ -177,7 +177,7 @@ def _write_spec(cell: Cell, folder: Path, base: _Base) -> None:
     train = cell.kind == "train"
     options = {**base.options, **cell.options} if train else cell.options
     spec = {**asdict(cell), "options": options, "data": asdict(base.data) if train and base.data else None}
-    (folder / "cell.json").write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / "cell.json", spec)
 
 
 def _run_all(cells: Sequence[tuple[str, Path]], jobs: int, say: Callable[[str], None]) -> None:
@@ -207,23 +207,17 @@ def _write(request: Request, experiment: Experiment, finished: list[tuple[Cell, 
 
     rows = rows_of(finished)
     table = table_of(rows)
-    told = {
+    document = {
         "experiment": experiment.name,
         "paper": experiment.paper,
         "request": {**asdict(request), "output": str(request.output), "data": request.data and request.data.name},
         "provenance": {**provenance(), "cells": sorted({str(result["provenance"]["commit"]) for _, result in finished})},
         "rows": rows,
     }
-    _replace(request.output / "results.json", json.dumps(told, indent=1) + "\n")
-    _replace(request.output / "table.md", markdown(table))
+    write_json(request.output / "results.json", document)
+    write_text(request.output / "table.md", markdown(table))
     metric = DATASETS[request.dataset].headline
     figure = experiment.draw(rows, metric)
     save(figure, request.output, experiment.name)
     files = ("results.json", "table.md", f"{experiment.name}.png", f"{experiment.name}.svg")
     return {"rows": rows, "table": table, "files": [request.output / name for name in files]}
-
-
-def _replace(file: Path, text: str) -> None:
-    part = file.with_name(file.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)

@@ -8,13 +8,13 @@ from typing import Any
 from contaccum.experiments.figures import time_by
 from contaccum.experiments.grid import Cell, Experiment, Scale
 
-WAYS = ("gradaccum", "contaccum", "contaccum (default)", "gradcache", "official contaccum")
+VARIANTS = ("gradaccum", "contaccum", "contaccum (default)", "gradcache", "official contaccum")
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
     queries, passages = scale.bench_tokens
     base: dict[str, Any] = {"size": scale.bench_model, "n_local": scale.n, "query_tokens": queries, "passage_tokens": passages}
-    base |= {"rounds": scale.speed_rounds, "updates": scale.speed_updates, "ways": WAYS}
+    base |= {"rounds": scale.speed_rounds, "updates": scale.speed_updates, "ways": VARIANTS}
     totals = [{**base, "n_total": n_total, "bank": bank} for n_total in scale.speed_totals]
     banks = [{**base, "n_total": scale.n_total, "bank": size} for size in scale.speed_banks if size != bank]
     return [

@@ -9,10 +9,10 @@ from typing import Any
 from contaccum.experiments.figures import mass_per_passage
 from contaccum.experiments.grid import Cell
 
-Row = dict[str, Any]
+ResultRow = dict[str, Any]
 
 
-def rows_of(results: Sequence[tuple[Cell, dict[str, Any]]]) -> list[Row]:
+def rows_of(results: Sequence[tuple[Cell, dict[str, Any]]]) -> list[ResultRow]:
     """In the cells' order."""
     groups: dict[str, list[tuple[Cell, dict[str, Any]]]] = {}
     for cell, result in results:
@@ -20,9 +20,9 @@ def rows_of(results: Sequence[tuple[Cell, dict[str, Any]]]) -> list[Row]:
     return [_row(group, members) for group, members in groups.items()]
 
 
-def _row(group: str, members: list[tuple[Cell, dict[str, Any]]]) -> Row:
+def _row(group: str, members: list[tuple[Cell, dict[str, Any]]]) -> ResultRow:
     cells, results = [cell for cell, _ in members], [result for _, result in members]
-    row: Row = {"group": group, "facts": cells[0].facts, "seeds": [cell.seed for cell in cells]}
+    row: ResultRow = {"group": group, "facts": cells[0].facts, "seeds": [cell.seed for cell in cells]}
     if cells[0].kind == "speed":
         return {**row, "ways": results[0]["ways"]}
     if cells[0].kind == "memory":
@@ -38,7 +38,7 @@ def _row(group: str, members: list[tuple[Cell, dict[str, Any]]]) -> Row:
     }
 
 
-def table_of(rows: Sequence[Row]) -> list[list[str]]:
+def table_of(rows: Sequence[ResultRow]) -> list[list[str]]:
     """Head and lines, as text."""
     first = rows[0]
     if "ways" in first:
@@ -50,16 +50,16 @@ def table_of(rows: Sequence[Row]) -> list[list[str]]:
         sizes = [[row["group"], *("" if row["values"][n] is None else f"{row['values'][n] / 1e6:,.2f} MB" for n in names)] for row in rows]
         return [["", *(name.removesuffix("_bytes").replace("_", " ") for name in names)], *sizes]
     metrics = list(first["mean"])
-    told = any(d["grad_norm_ratio"] for row in rows for d in row["diagnostics"])
-    head = ["", *metrics, *(["gradient norm ratio at the end", "oldest / newest mass"] if told else []), "samples/s", "seeds"]
-    return [head, *([*_cells(row, metrics, told), f"{row['samples_per_second']:.0f}", str(len(row["seeds"]))] for row in rows)]
+    diagnosed = any(d["grad_norm_ratio"] for row in rows for d in row["diagnostics"])
+    head = ["", *metrics, *(["gradient norm ratio at the end", "oldest / newest mass"] if diagnosed else []), "samples/s", "seeds"]
+    return [head, *([*_cells(row, metrics, diagnosed), f"{row['samples_per_second']:.0f}", str(len(row["seeds"]))] for row in rows)]
 
 
-def _cells(row: Row, metrics: Sequence[str], told: bool) -> list[str]:
+def _cells(row: ResultRow, metrics: Sequence[str], diagnosed: bool) -> list[str]:
     shown = [
         f"{100 * row['mean'][name]:.1f}" + (f" ± {100 * row['deviation'][name]:.1f}" if len(row["seeds"]) > 1 else "") for name in metrics
     ]
-    if not told:
+    if not diagnosed:
         return [row["group"], *shown]
     ends = [statistics.fmean(y for _, y in d["grad_norm_ratio"][-max(1, len(d["grad_norm_ratio"]) // 10) :]) for d in row["diagnostics"]]
     masses = [list(mass_per_passage(d["sim_mass"]).values()) for d in row["diagnostics"] if d["sim_mass"]]

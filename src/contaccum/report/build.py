@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.outputs import check_file
+from contaccum.common.outputs import check_file, write_text
 from contaccum.report.figures import drawings
 from contaccum.report.folders import read_run_folder
 from contaccum.report.page import page
@@ -18,7 +18,6 @@ from contaccum.report.summary import Summary, notes, summarise
 from contaccum.report.svg import save
 from contaccum.report.tables import as_markdown, difference_tables, legend, pair_table, summary_table
 from contaccum.report.verdict import verdict
-from contaccum.retrieval.runs import whole_file
 
 RUN_FILES = ("config.yaml", "run.json", "log.jsonl", "diagnostics.jsonl", "dev.jsonl", "summary.json", "evaluation.json")
 TITLE = "Training runs compared"
@@ -64,8 +63,8 @@ def report(
             reason = f"There is no query browser: {error}."
     _write(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
     if json_output is not None:
-        told = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
-        _write(json_output, json.dumps(_finite(told), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        results = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
+        _write(json_output, json.dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if markdown is not None:
         _write(markdown, as_text(summary))
     return summary
@@ -95,8 +94,7 @@ def _check(folders: Sequence[Path], outputs: Mapping[str, str | Path | None]) ->
 
 def _write(file: str | Path, text: str) -> None:
     try:
-        with whole_file(file) as part:
-            part.write(text)
+        write_text(file, text)
     except OSError as error:
         raise ValueError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
 

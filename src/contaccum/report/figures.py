@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from contaccum.report import plots
 from contaccum.report.numbers import duration, percent, size
 from contaccum.report.plots import Bar
-from contaccum.report.rows import MEMORY, Row, memory_measure
+from contaccum.report.rows import MEMORY, ConfigRow, memory_measure
 from contaccum.report.series import (
     POINTS,
     Series,
@@ -52,7 +52,7 @@ def _quality(summary: Summary) -> Iterator[Drawing]:
         yield Drawing("quality", "results", metric, f"{metric} on the test queries{_spread(summary.rows, 'standard deviation')}.", figure)
 
 
-def _learning(rows: list[Row], headline: str | None) -> Iterator[Drawing]:
+def _learning(rows: list[ConfigRow], headline: str | None) -> Iterator[Drawing]:
     if losses := series(rows, loss_curve):
         caption = "A point is the mean of several updates. " if any(len(run.log) >= 2 * POINTS for row in rows for run in row.runs) else ""
         caption += "The loss grows with the number of negatives: compare shapes, not heights."
@@ -66,7 +66,7 @@ def _learning(rows: list[Row], headline: str | None) -> Iterator[Drawing]:
             yield Drawing(_file_name(name), "training", f"Dev {metric}", caption + _band(curves), figure)
 
 
-def _inside(rows: list[Row]) -> Iterator[Drawing]:
+def _inside(rows: list[ConfigRow]) -> Iterator[Drawing]:
     if ratios := [one for one in series(rows, ratio_curve) if min(one.low) > 0]:
         caption = "Gradient norm of the passage tower over that of the query tower. At 1 both learn at the same pace."
         figure = plots.lines(ratios, "update", "passage / query norm", level=1.0)
@@ -87,7 +87,7 @@ def _inside(rows: list[Row]) -> Iterator[Drawing]:
             yield Drawing(f"drift-{what}", "training", f"Drift of banked {what}", caption + _band(drifts), figure)
 
 
-def _cost(rows: list[Row]) -> Iterator[Drawing]:
+def _cost(rows: list[ConfigRow]) -> Iterator[Drawing]:
     if seconds := _bars(rows, "seconds"):
         caption = f"Training time{_spread(rows, 'standard deviation')}. Comparable for runs on the same machine."
         yield Drawing("time", "results", "Time", caption, plots.bars(seconds, "seconds", duration))
@@ -102,13 +102,13 @@ def _cost(rows: list[Row]) -> Iterator[Drawing]:
             f"{what}{_spread(rows, 'standard deviation')}.",
             figure,
         )
-    phases = [(slot, row.name, told) for slot, row in enumerate(rows) if (told := phase_seconds(row))]
+    phases = [(slot, row.name, seconds_of) for slot, row in enumerate(rows) if (seconds_of := phase_seconds(row))]
     if phases:
         caption = "Mean seconds of an update by what it does; data loading is not part of it."
         yield Drawing("phases", "training", "Where an update's time goes", caption, plots.stacked(phases, "seconds per update"))
 
 
-def _bars(rows: list[Row], name: str, unit: float = 1.0) -> list[Bar]:
+def _bars(rows: list[ConfigRow], name: str, unit: float = 1.0) -> list[Bar]:
     found = [(slot, row.name, row.measured(name)) for slot, row in enumerate(rows)]
     return [Bar(slot, label, s.mean / unit, None if s.deviation is None else s.deviation / unit) for slot, label, s in found if s]
 
@@ -117,7 +117,7 @@ def _band(drawn: list[Series]) -> str:
     return " Lines are means over seeds, bands their lowest to highest." if any(one.low != one.high for one in drawn) else ""
 
 
-def _spread(rows: list[Row], word: str) -> str:
+def _spread(rows: list[ConfigRow], word: str) -> str:
     return f", mean and {word} over seeds" if any(len(row.runs) > 1 for row in rows) else ""
 
 

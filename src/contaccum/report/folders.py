@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from contaccum.config import TrainConfig
-from contaccum.data.files import read_lines, shown
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.files import read_lines, shown
+from contaccum.methods.config import TrainConfig
 
 Line = dict[str, Any]
 
@@ -58,10 +58,10 @@ def read_run_folder(folder: str | Path) -> Run:
     """DataError that names the folder or file and the remedy where it cannot be used."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder; give run folders that contaccum train wrote")
+        raise DataError(f"{folder} is not a folder; give run folders that contaccum train wrote")
     for name in ("config.yaml", "log.jsonl"):
         if not (folder / name).is_file():
-            raise DataError(f"{folder} is no run folder: it has no {name}; give one that contaccum train wrote")
+            raise DataError(f"{folder} is not a run folder: it has no {name}; give one that contaccum train wrote")
     return Run(
         folder=folder,
         config=_config(folder / "config.yaml"),
@@ -124,17 +124,17 @@ def _object(path: Path) -> dict[str, Any] | None:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}; write it anew or remove it") from error
+        raise DataError(f"{path} cannot be read as JSON: {error}; write it again or remove it") from error
     if not isinstance(value, dict):
-        raise DataError(f"{path} must hold a JSON object, not {shown(value)}; write it anew or remove it")
+        raise DataError(f"{path} must hold a JSON object, not {shown(value)}; write it again or remove it")
     return value
 
 
 def _evaluation(path: Path) -> Evaluation | None:
-    told = _object(path)
-    if told is None:
+    stored = _object(path)
+    if stored is None:
         return None
-    metrics, per_query, sources = told.get("metrics"), told.get("per_query") or {}, told.get("sources") or {}
+    metrics, per_query, sources = stored.get("metrics"), stored.get("per_query") or {}, stored.get("sources") or {}
     if not metrics or not _all_numbers(metrics):
         raise DataError(f"{path} holds no numbers under 'metrics'; write it with contaccum evaluate RUNFILE --output {path}")
     if not isinstance(per_query, dict) or not all(_all_numbers(values) for values in per_query.values()):

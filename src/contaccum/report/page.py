@@ -45,13 +45,13 @@ def page(
     }
     sections = {name: body for name, body in parts.items() if body}
     links = " ".join(f'<a href="#{_key(name)}">{html.escape(name)}</a>' for name in sections)
-    told = "".join(f"<p>{html.escape(text)}</p>" for text in (introduction,) if text)
+    intro = "".join(f"<p>{html.escape(text)}</p>" for text in (introduction,) if text)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{html.escape(title)}</title><style>{palette.css()}{_asset('page.css')}</style></head>\n"
-        f'<body><header><h1>{html.escape(title)}</h1><p class="verdict">{html.escape(verdict(summary))}</p>{told}'
+        f'<body><header><h1>{html.escape(title)}</h1><p class="verdict">{html.escape(verdict(summary))}</p>{intro}'
         f'<nav aria-label="Sections">{links}</nav></header>\n<main>'
         + "\n".join(f'<section id="{_key(name)}"><h2>{html.escape(name)}</h2>{body}</section>' for name, body in sections.items())
         + f"</main>\n{_data(summary, browser)}<script>{_asset('page.js')}</script></body></html>\n"
@@ -95,15 +95,15 @@ def _differences(summary: Summary) -> str:
     tables = difference_tables(summary.rows)
     if not tables:
         return "<p>The configurations are the same.</p>"
-    told = "<p>The fields in which the runs differ; all others are the same.</p>"
-    return told + "".join(as_html(table, "Differences", "wrapped") for table in tables)
+    note = "<p>The fields in which the runs differ; all others are the same.</p>"
+    return note + "".join(as_html(table, "Differences", "wrapped") for table in tables)
 
 
 def _browser(browser: Browser) -> str:
     names = [html.escape(name) for name in browser.runs]
     options = ["".join(f'<option value="{place}">{name}</option>' for place, name in enumerate(names)) for _ in range(2)]
     return (
-        f'<p>{html.escape(browser.told())}</p><form class="controls" id="controls" hidden>'
+        f'<p>{html.escape(browser.description())}</p><form class="controls" id="controls" hidden>'
         f'<label>First run <select id="first">{options[0]}</select></label>'
         f'<label>Second run <select id="second">{options[1]}</select></label>'
         '<label>Order <select id="order"><option value="either">largest difference</option><option value="first">first run better</option>'
@@ -117,8 +117,8 @@ def _browser(browser: Browser) -> str:
 
 def _runs(summary: Summary, provenance: Mapping[str, Any]) -> str:
     runs = [run for row in summary.rows for run in row.runs]
-    told = {**({"report": dict(provenance)} if provenance else {}), **{str(run.folder): run.provenance for run in runs}}
-    return "".join(f"<details><summary>{html.escape(name)}</summary><pre>{_json(value)}</pre></details>" for name, value in told.items())
+    by_name = {**({"report": dict(provenance)} if provenance else {}), **{str(run.folder): run.provenance for run in runs}}
+    return "".join(f"<details><summary>{html.escape(name)}</summary><pre>{_json(value)}</pre></details>" for name, value in by_name.items())
 
 
 def _json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Colours and line styles: told apart by colour-blind readers, on white, on dark and, by their styles, in grey print."""
+"""Colours and line styles: distinguishable for colour-blind readers, on white, on dark and, by their styles, in grey print."""
 
 from __future__ import annotations
 

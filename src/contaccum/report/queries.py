@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from contaccum.data.files import shown
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.files import shown
+from contaccum.data.readers.queries import Query
 from contaccum.report.folders import Evaluation
-from contaccum.report.rows import Row
+from contaccum.report.rows import ConfigRow
 from contaccum.report.sources import Sources
 from contaccum.retrieval.runs import read_run
-from contaccum.retrieval.texts import Query
 
 BY_DIFFERENCE, AT_RANDOM = 240, 60  # queries at most
 DEPTH = 10  # passages of a ranking
@@ -44,7 +44,7 @@ class Browser:
     def as_json(self) -> dict[str, Any]:
         return {"metric": self.metric, "runs": self.runs, "queries": self.queries, "texts": self.texts}
 
-    def told(self) -> str:
+    def description(self) -> str:
         """How many queries there are, and why these."""
         random_ones = sum(query["random"] for query in self.queries)
         differing = len(self.queries) - random_ones
@@ -53,7 +53,7 @@ class Browser:
         return f"{len(self.queries):,} of {self.judged:,} queries: {' and '.join(parts)}. Texts are cut at {CHARACTERS} characters."
 
 
-def query_browser(rows: Sequence[Row], metric: str) -> Browser:
+def query_browser(rows: Sequence[ConfigRow], metric: str) -> Browser:
     """DataError that says why where there can be none."""
     members = _members(rows, metric)
     sources = [Sources.of(evaluation.sources) for _, _, evaluation in members]
@@ -73,7 +73,7 @@ def query_browser(rows: Sequence[Row], metric: str) -> Browser:
     return Browser(metric, [label for label, _, _ in members], [row for _, row, _ in members], judged, kept, used)
 
 
-def _members(rows: Sequence[Row], metric: str) -> list[tuple[str, str, Evaluation]]:
+def _members(rows: Sequence[ConfigRow], metric: str) -> list[tuple[str, str, Evaluation]]:
     """(what the page calls it, its row, evaluation) of every run with values per query."""
     found = []
     for row in rows:
@@ -138,7 +138,7 @@ def _texts(
 
 def _by_answers(sources: Sequence[Sources], queries: Mapping[str, Query], rankings: Sequence[Ranking]) -> tuple[dict[str, set[str]], Texts]:
     """query -> passages among all rankings that contain an answer; and the texts of these and of each ranking's first passages."""
-    from contaccum.retrieval.answers import AnswerMatcher, searchable
+    from contaccum.data.answers import AnswerMatcher, searchable
 
     match = sources[0].match
     matchers = {query.id: AnswerMatcher(query.answers, match) for query in queries.values()}

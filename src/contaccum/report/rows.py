@@ -33,7 +33,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class ConfigRow:
     """One configuration, trained with one or several seeds."""
 
     name: str
@@ -96,7 +96,7 @@ def _run_json(run: Run) -> dict[str, Any]:
     return {"folder": str(run.folder), "seed": run.seed, "updates": last, "metrics": metrics, "summary": run.summary or None}
 
 
-def rows_of(runs: Sequence[Run], names: Mapping[Path, str] | None = None) -> list[Row]:
+def rows_of(runs: Sequence[Run], names: Mapping[Path, str] | None = None) -> list[ConfigRow]:
     """One row per configuration, in the order in which they first stand; `names` of folders, else names made of the configuration."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -104,7 +104,7 @@ def rows_of(runs: Sequence[Run], names: Mapping[Path, str] | None = None) -> lis
         groups.setdefault(json.dumps(kept, sort_keys=True, default=str), []).append(run)
     members = list(groups.values())
     chosen = [(names or {}).get(group[0].folder) or made for group, made in zip(members, _names(members), strict=True)]
-    return [Row(name, tuple(group)) for name, group in zip(_unique(chosen), members, strict=True)]
+    return [ConfigRow(name, tuple(group)) for name, group in zip(_unique(chosen), members, strict=True)]
 
 
 def _names(groups: list[list[Run]]) -> list[str]:
@@ -119,8 +119,8 @@ def _name(config: dict[str, Any], groups: list[list[Run]], off: bool) -> str:
     alike = [group[0].config for group in groups if group[0].config["method"] == config["method"]]
     differing = [name for name in config if name not in REPEATED and _differ([other.get(name) for other in alike])]
     fields = [(name, config[name]) for name in differing if off or config[name] not in (None, False)]
-    told = ", ".join(name if value is True and not off else f"{name}={value_text(value)}" for name, value in fields)
-    return f"{config['method']} ({told})" if told else str(config["method"])
+    parts = ", ".join(name if value is True and not off else f"{name}={value_text(value)}" for name, value in fields)
+    return f"{config['method']} ({parts})" if parts else str(config["method"])
 
 
 def _folder_name(group: list[Run]) -> str:
@@ -136,7 +136,7 @@ def _unique(names: list[str]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} #{names[: place + 1].count(name)}" for place, name in enumerate(names)]
 
 
-def differences(rows: Sequence[Row]) -> dict[str, list[Any]]:
+def differences(rows: Sequence[ConfigRow]) -> dict[str, list[Any]]:
     """field -> each row's value, only of fields in which rows differ: the configuration's, then commit, machine and versions."""
     configs = [row.config for row in rows]
     fields = [name for name in dict.fromkeys(name for config in configs for name in config) if name not in REPEATED]
@@ -146,10 +146,10 @@ def differences(rows: Sequence[Row]) -> dict[str, list[Any]]:
     return {name: values for name, values in (found | seeds).items() if _differ(values)}
 
 
-def _told(row: Row, name: str) -> str | None:
+def _told(row: ConfigRow, name: str) -> str | None:
     """What run.json says, of all seeds; None where no seed has it."""
-    told = [run.provenance.get(name, (run.provenance.get("versions") or {}).get(name)) for run in row.runs]
-    return ", ".join(dict.fromkeys(str(value) for value in told if value is not None)) or None
+    parts = [run.provenance.get(name, (run.provenance.get("versions") or {}).get(name)) for run in row.runs]
+    return ", ".join(dict.fromkeys(str(value) for value in parts if value is not None)) or None
 
 
 def _differ(values: Sequence[Any]) -> bool:
@@ -167,7 +167,7 @@ def value_text(value: Any) -> str:
     return str(value)
 
 
-def memory_measure(rows: Sequence[Row]) -> str | None:
+def memory_measure(rows: Sequence[ConfigRow]) -> str | None:
     """The first measure of `MEMORY` that any row has above 0."""
     for name in MEMORY:
         if any((spread := row.measured(name)) is not None and spread.mean > 0 for row in rows):

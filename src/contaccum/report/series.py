@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from contaccum.report.folders import Line, Run, number
-from contaccum.report.rows import Row
+from contaccum.report.rows import ConfigRow
 
 POINTS = 60  # of a curve over updates, about: each is the mean of a window
 PHASES = ("forward", "loss", "backward", "update")
@@ -27,7 +27,7 @@ class Series(NamedTuple):
     high: list[float]
 
 
-def series(rows: Sequence[Row], curve: Callable[[Run], Curve]) -> list[Series]:
+def series(rows: Sequence[ConfigRow], curve: Callable[[Run], Curve]) -> list[Series]:
     """Of every row that has at least one point."""
     found = []
     for slot, row in enumerate(rows):
@@ -66,7 +66,7 @@ def dev_curve(run: Run, metric: str) -> Curve:
     return {update: 100 * value for update, value in points if update is not None and value is not None}
 
 
-def dev_metrics(rows: Sequence[Row]) -> list[str]:
+def dev_metrics(rows: Sequence[ConfigRow]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for run in row.runs for line in run.dev for name in line if name != "update"))
 
 
@@ -89,7 +89,7 @@ def drift_curve(run: Run, tower: str) -> Curve:
     return {age: statistics.fmean(cosines[age] for cosines in kept if age in cosines) for age in ages}
 
 
-def phase_seconds(row: Row) -> dict[str, float]:
+def phase_seconds(row: ConfigRow) -> dict[str, float]:
     """phase -> mean seconds of an update, over all measurements of all seeds; empty where nothing was measured."""
     timed = [line["seconds"] for run in row.runs for line in run.diagnostics if _has(line.get("seconds"), *PHASES, kind=float)]
     return {phase: statistics.fmean(seconds[phase] for seconds in timed) for phase in PHASES} if timed else {}

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.beir import is_beir, read_qrels
-from contaccum.data.files import bare_suffix
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.files import bare_suffix
+from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.runs import read_dpr_results
-from contaccum.retrieval.texts import Query, qrels_file, read_collection_of, read_queries
 
 REMEDY = "run contaccum evaluate with --qrels of a BEIR folder, or with --queries and --collection"
 
@@ -26,23 +27,23 @@ class Sources:
     match: str
 
     @staticmethod
-    def of(told: dict[str, Any]) -> Sources:
+    def of(stored: dict[str, Any]) -> Sources:
         """What `contaccum.retrieval.evaluate` wrote under "sources"; DataError where a file is gone or the texts are not known."""
         run, qrels, queries, collection = (
-            Path(told[name]) if told.get(name) else None for name in ("run", "qrels", "queries", "collection")
+            Path(stored[name]) if stored.get(name) else None for name in ("run", "qrels", "queries", "collection")
         )
         if run is None:
-            raise DataError("evaluation.json does not say which run file it judged; write it anew with contaccum evaluate")
+            raise DataError("evaluation.json does not say which run file it judged; write it again with contaccum evaluate")
         folder = None if qrels is None else next((place for place in (qrels, qrels.parent.parent) if is_beir(place)), None)
-        split = told.get("split") if queries is not None else None
+        split = stored.get("split") if queries is not None else None
         queries, collection = queries or folder, collection or folder
         if bare_suffix(run) != ".json" and (queries is None or collection is None):
             raise DataError(f"where the texts of {run} are is not known; {REMEDY}")
         for file in (run, qrels, queries, collection):
             if file is not None and not file.exists():
-                raise DataError(f"{file} does not exist; run the report where contaccum evaluate was run, or evaluate anew")
-        judged = None if qrels is None else qrels_file(qrels, told.get("split"))
-        return Sources(run, judged, queries, collection, split, str(told.get("match") or "string"))
+                raise DataError(f"{file} does not exist; run the report where contaccum evaluate was run, or evaluate again")
+        judged = None if qrels is None else qrels_file(qrels, stored.get("split"))
+        return Sources(run, judged, queries, collection, split, str(stored.get("match") or "string"))
 
     def same_texts(self, other: Sources) -> bool:
         """Whether both rank the same passages for the same queries, judged alike."""
@@ -57,7 +58,7 @@ class Sources:
         return {query.id: query for query in found}
 
     def passages(self) -> Iterator[tuple[str, str, str]]:
-        """(id, title, text), as a stream; a passage may stand there more than once."""
+        """(id, title, text), as a stream; a passage may appear more than once."""
         if self.collection is not None:
             yield from read_collection_of(self.collection)
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.report.rows import Row, differences, updates_with_odd_loss
+from contaccum.report.rows import ConfigRow, differences, updates_with_odd_loss
 from contaccum.retrieval.compare import paired_comparison
 
 SIGNIFICANT = 0.05
@@ -17,31 +17,31 @@ HEADLINES = ("MRR@10", "MRR", "NDCG@10", "Top@20")  # by which runs are ranked, 
 class Pair(NamedTuple):
     """Two rows and, per metric, how much higher the first is (`paired_comparison`)."""
 
-    first: Row
-    second: Row
+    first: ConfigRow
+    second: ConfigRow
     tests: dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Summary:
-    rows: list[Row]
+    rows: list[ConfigRow]
     metrics: list[str]  # of all rows, in the order in which they first stand
     headline: str | None  # the metric that ranks them; None where no run was evaluated
-    baseline: Row | None  # what all are compared with; None: the best of each metric
+    baseline: ConfigRow | None  # what all are compared with; None: the best of each metric
     tests: dict[str, dict[str, dict[str, Any]]]  # metric -> row's name -> that row against the reference (`paired_comparison`)
     pairs: list[Pair]  # comparisons that were asked for
 
-    def best(self, metric: str) -> Row | None:
+    def best(self, metric: str) -> ConfigRow | None:
         return best(self.rows, metric)
 
-    def reference(self, metric: str) -> Row | None:
+    def reference(self, metric: str) -> ConfigRow | None:
         return self.baseline or self.best(metric)
 
-    def test(self, row: Row, metric: str) -> dict[str, Any] | None:
+    def test(self, row: ConfigRow, metric: str) -> dict[str, Any] | None:
         """The row against the reference; None for the reference itself and where the two share no values per query."""
         return self.tests.get(metric, {}).get(row.name)
 
-    def ranked(self) -> list[Row]:
+    def ranked(self) -> list[ConfigRow]:
         """The rows that were evaluated, best first."""
         metric = self.headline or ""
         return sorted((row for row in self.rows if metric in row.metrics), key=lambda row: -row.metrics[metric])
@@ -63,7 +63,9 @@ class Summary:
         }
 
 
-def summarise(rows: list[Row], metric: str | None = None, baseline: str | None = None, pairs: Sequence[tuple[str, str]] = ()) -> Summary:
+def summarise(
+    rows: list[ConfigRow], metric: str | None = None, baseline: str | None = None, pairs: Sequence[tuple[str, str]] = ()
+) -> Summary:
     """`metric` ranks; `baseline` and the members of `pairs` are names of rows or run folders. ValueError where one is unknown."""
     metrics = list(dict.fromkeys(name for row in rows for name in row.metrics))
     headline = _headline(rows, metrics, metric)
@@ -77,17 +79,17 @@ def summarise(rows: list[Row], metric: str | None = None, baseline: str | None =
     return Summary(rows, metrics, headline, chosen, tests, [_pair(first, second, metrics) for first, second in asked])
 
 
-def best(rows: Sequence[Row], metric: str) -> Row | None:
+def best(rows: Sequence[ConfigRow], metric: str) -> ConfigRow | None:
     """The row of the highest mean, the first of equals."""
     return max((row for row in rows if metric in row.metrics), key=lambda row: row.metrics[metric], default=None)
 
 
-def _tests(rows: Sequence[Row], reference: Row | None, metric: str) -> dict[str, dict[str, Any]]:
+def _tests(rows: Sequence[ConfigRow], reference: ConfigRow | None, metric: str) -> dict[str, dict[str, Any]]:
     others = [row for row in rows if row is not reference]
     return {} if reference is None else {row.name: test for row in others if (test := compared(row, reference, metric)) is not None}
 
 
-def _headline(rows: Sequence[Row], metrics: Sequence[str], asked: str | None) -> str | None:
+def _headline(rows: Sequence[ConfigRow], metrics: Sequence[str], asked: str | None) -> str | None:
     """The metric asked for, else the first of `HEADLINES`, else any, preferably one that all evaluated rows have."""
     if asked is not None and asked not in metrics:
         raise ValueError(f"metric {asked!r} is in no run's evaluation.json; there are {', '.join(metrics) or 'none'}")
@@ -96,7 +98,7 @@ def _headline(rows: Sequence[Row], metrics: Sequence[str], asked: str | None) ->
     return asked or next(iter(shared or order), None)
 
 
-def find_row(asked: str, rows: Sequence[Row]) -> Row:
+def find_row(asked: str, rows: Sequence[ConfigRow]) -> ConfigRow:
     """The row of this name, or the one that holds the run of this folder."""
     for row in rows:
         if asked == row.name or any(Path(asked).resolve() == run.folder.resolve() for run in row.runs):
@@ -104,11 +106,11 @@ def find_row(asked: str, rows: Sequence[Row]) -> Row:
     raise ValueError(f"{asked!r} is none of the runs; choose one of {', '.join(row.name for row in rows)}, or a run's folder")
 
 
-def _pair(first: Row, second: Row, metrics: Sequence[str]) -> Pair:
+def _pair(first: ConfigRow, second: ConfigRow, metrics: Sequence[str]) -> Pair:
     return Pair(first, second, {metric: test for metric in metrics if (test := compared(first, second, metric)) is not None})
 
 
-def compared(first: Row, second: Row, metric: str) -> dict[str, Any] | None:
+def compared(first: ConfigRow, second: ConfigRow, metric: str) -> dict[str, Any] | None:
     """`paired_comparison` of the values per query, each the mean over seeds; None where they were not judged on the same two or more."""
     one, other = first.per_query(metric), second.per_query(metric)
     if len(one) < 2 or one.keys() != other.keys():
@@ -134,7 +136,7 @@ def notes(summary: Summary) -> Iterator[str]:
             yield f"No test of {names}: values per query of the same queries are missing, so the figures may not be comparable."
 
 
-def _row_notes(row: Row, summary: Summary) -> Iterator[str]:
+def _row_notes(row: ConfigRow, summary: Summary) -> Iterator[str]:
     count = len(row.runs)
     if unfinished := [run for run in row.runs if not run.summary]:
         updates = ", ".join(f"{run.log[-1]['update']:,.0f}" if run.log else "0" for run in unfinished)

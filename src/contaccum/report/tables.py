@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from contaccum.report.numbers import MISSING, amount, percent, percent_spread, points, probability
-from contaccum.report.rows import Row, differences, memory_measure, value_text
+from contaccum.report.rows import ConfigRow, differences, memory_measure, value_text
 from contaccum.report.summary import SIGNIFICANT, Pair, Summary, significant
 
 ACROSS = 8  # columns of configurations that a printed page has room for
@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 def summary_table(summary: Summary, tests: bool = True) -> Table:
     """A line per row: metrics with the best marked, the p-value of the headline metric's test (`tests`), time and memory."""
-    columns: dict[str, Callable[[Row], Cell]] = {"method": lambda row: Cell(row.name)}
+    columns: dict[str, Callable[[ConfigRow], Cell]] = {"method": lambda row: Cell(row.name)}
     if any(len(row.runs) > 1 for row in summary.rows):
         columns["seeds"] = lambda row: _plain(len(row.runs))
     columns["negatives"] = lambda row: _plain(row.negatives_per_query)
@@ -41,14 +41,14 @@ def summary_table(summary: Summary, tests: bool = True) -> Table:
     return Table(list(columns), [[cell(row) for cell in columns.values()] for row in summary.rows])
 
 
-def _metric(summary: Summary, metric: str, row: Row) -> Cell:
+def _metric(summary: Summary, metric: str, row: ConfigRow) -> Cell:
     spread, best, test = row.metric(metric), summary.best(metric), summary.test(row, metric)
     if spread is None or best is None:
         return Cell(MISSING)
     return Cell(percent_spread(spread), spread.mean, spread.mean == best.metrics[metric], test is not None and not significant(test))
 
 
-def _probability(summary: Summary, metric: str, row: Row) -> Cell:
+def _probability(summary: Summary, metric: str, row: ConfigRow) -> Cell:
     if row is summary.reference(metric):
         return Cell("baseline" if row is summary.baseline else "reference")
     test = summary.test(row, metric)
@@ -59,7 +59,7 @@ def _plain(value: float | None) -> Cell:
     return Cell(amount(value), value)
 
 
-def _measured(name: str, unit: float, row: Row) -> Cell:
+def _measured(name: str, unit: float, row: ConfigRow) -> Cell:
     spread = row.measured(name)
     return _plain(None if spread is None else spread.mean / unit)
 
@@ -71,17 +71,17 @@ def pair_table(pair: Pair) -> Table:
     for metric, test in pair.tests.items():
         effect = test["effect_size"]
         means = [percent(row.metrics[metric]) for row in (pair.first, pair.second)]
-        told = [
+        cells = [
             points(test["difference"]),
             f"{points(test['low'])} to {points(test['high'])}",
             probability(test["p_value"])[2:].lstrip("= "),
         ]
-        told += [MISSING if effect is None else f"{effect:.2f}".replace("-", "−"), f"{test['wins']:,} / {test['losses']:,}"]
-        lines.append([Cell(text) for text in (metric, *means, *told)])
+        cells += [MISSING if effect is None else f"{effect:.2f}".replace("-", "−"), f"{test['wins']:,} / {test['losses']:,}"]
+        lines.append([Cell(text) for text in (metric, *means, *cells)])
     return Table(head, lines)
 
 
-def difference_tables(rows: Sequence[Row]) -> list[Table]:
+def difference_tables(rows: Sequence[ConfigRow]) -> list[Table]:
     """A line per field in which the configurations differ. Where there are too many rows for a page's width, a line per row, and as many
     tables as the fields need; none where nothing differs."""
     found = differences(rows)
@@ -103,12 +103,12 @@ def legend(summary: Summary) -> str:
     if metric is None or reference is None:
         return ""
     seeds = ", mean ± standard deviation over seeds" if any(len(row.runs) > 1 for row in summary.rows) else ""
-    told = f"Metrics in percent{seeds}. Bold: the best."
+    cells = f"Metrics in percent{seeds}. Bold: the best."
     if len(summary.ranked()) < 2:
-        return told
+        return cells
     than = f"the baseline, {reference.name}" if summary.baseline else "the best of its column"
     return (
-        f"{told} ≈: not significantly different from {than} (p ≥ {SIGNIFICANT}). p: two-sided paired t-test over queries, values averaged "
+        f"{cells} ≈: not significantly different from {than} (p ≥ {SIGNIFICANT}). p: two-sided paired t-test over queries, values averaged "
         "over seeds. It says whether other queries would give the same order, not other seeds, and is not corrected for the number of "
         "comparisons."
     )

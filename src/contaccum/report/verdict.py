@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from contaccum.report.numbers import duration, percent_spread, points, probability, size
-from contaccum.report.rows import Row, memory_measure
+from contaccum.report.rows import ConfigRow, memory_measure
 from contaccum.report.summary import Summary, compared, significant
 
 
@@ -18,7 +18,7 @@ def verdict(summary: Summary) -> str:
 def _sentences(summary: Summary) -> Iterator[str]:
     metric, ranked = summary.headline, summary.ranked()
     if metric is None or not ranked:
-        yield f"{_count(summary)} trained, but none was evaluated: what is better cannot be said."
+        yield f"{_count(summary)} trained, but none was evaluated: which is better is unknown."
         yield "Write metrics with contaccum evaluate RUNFILE --qrels ... --output RUN/evaluation.json."
         return
     best = ranked[0]
@@ -34,8 +34,8 @@ def _sentences(summary: Summary) -> Iterator[str]:
         yield f"Without evaluation by {metric}, and not ranked: {_listed(missing)}."
 
 
-def _ranking(ranked: list[Row], metric: str) -> Iterator[str]:
-    """The best, the next, and who cannot be told from the best."""
+def _ranking(ranked: list[ConfigRow], metric: str) -> Iterator[str]:
+    """The best, the next, and which rows cannot be distinguished from the best."""
     best, second = ranked[0], ranked[1]
     figures = f"{_figure(best, metric)} against {second.name}'s {_figure(second, metric)}"
     test = compared(best, second, metric)
@@ -55,33 +55,33 @@ def _ranking(ranked: list[Row], metric: str) -> Iterator[str]:
         yield f"{_listed(worse)} {'is' if len(worse) == 1 else 'are'} significantly worse."
 
 
-def _against_baseline(summary: Summary, ranked: list[Row], metric: str) -> Iterator[str]:
+def _against_baseline(summary: Summary, ranked: list[ConfigRow], metric: str) -> Iterator[str]:
     """The best against a baseline that was not yet spoken of."""
     test = None if summary.baseline in ranked[:2] else summary.test(ranked[0], metric)
     if summary.baseline is not None and test is not None:
         yield f"Against the baseline {summary.baseline.name}: {_told(test)}{'' if significant(test) else ', not significant'}."
 
 
-def _cost(best: Row, second: Row) -> Iterator[str]:
+def _cost(best: ConfigRow, second: ConfigRow) -> Iterator[str]:
     """Time and memory of the two, where both are known and were measured on the same kind of machine."""
     devices = {run.provenance.get("device") for row in (best, second) for run in row.runs}
     seconds = [row.measured("seconds") for row in (best, second)]
     if seconds[0] and seconds[1] and len(devices) == 1:
-        told = f"{best.name} trained for {duration(seconds[0].mean)}, {second.name} for {duration(seconds[1].mean)}"
+        sentence = f"{best.name} trained for {duration(seconds[0].mean)}, {second.name} for {duration(seconds[1].mean)}"
         measure = memory_measure([best, second])
         peaks = [row.measured(measure) for row in (best, second)] if measure else [None, None]
         if peaks[0] and peaks[1] and measure != "bank_bytes":
-            told += f"; peak memory was {size(peaks[0].mean)} against {size(peaks[1].mean)}"
-        yield told + "."
+            sentence += f"; peak memory was {size(peaks[0].mean)} against {size(peaks[1].mean)}"
+        yield sentence + "."
 
 
-def _seeds(ranked: list[Row]) -> Iterator[str]:
+def _seeds(ranked: list[ConfigRow]) -> Iterator[str]:
     single = [row.name for row in ranked[:2] if len(row.evaluations) == 1]
     if single:
         yield f"{'One seed each' if len(single) == 2 else f'{single[0]} has one seed'}: another seed may change this."
 
 
-def _larger_spread(first: Row, second: Row, metric: str) -> float | None:
+def _larger_spread(first: ConfigRow, second: ConfigRow, metric: str) -> float | None:
     spreads = [spread.deviation for row in (first, second) if (spread := row.metric(metric)) and spread.deviation is not None]
     return max(spreads, default=None)
 
@@ -91,7 +91,7 @@ def _told(test: dict[str, Any]) -> str:
     return f"{difference} points, 95 % interval {low} to {high}, {probability(test['p_value'])} over {test['queries']:,} queries"
 
 
-def _figure(row: Row, metric: str) -> str:
+def _figure(row: ConfigRow, metric: str) -> str:
     seeds = len(row.evaluations)
     return percent_spread(row.metric(metric)) + (f" ({seeds} seeds)" if seeds > 1 else "")
 

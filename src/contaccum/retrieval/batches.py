@@ -1,7 +1,6 @@
 """Texts to vectors, fast: a window of texts is tokenised at once, sorted by its true lengths and cut into batches by a token budget.
 
-The vectors are those of SentenceTransformer's own modules; only the batching is ours, and where it gives the same, the padding
-(`contaccum.retrieval.tokens`).
+The vectors are those of SentenceTransformer's own modules; only the batching is ours.
 """
 
 from __future__ import annotations
@@ -9,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from contaccum.retrieval.tokens import DirectReader, direct_reader
 
 T = TypeVar("T")
 Features = dict[str, Any]
@@ -35,7 +31,6 @@ class Encoder:
         task: "query" or "document": the tower, and the prompt, if the model has one.
         tokens_per_batch: padded tokens that the model reads at once, at most (one text may be longer).
         precision: "fp32"; "bf16" or "fp16" run the matrix products in that type.
-        token_cache: folder where token ids are kept for the next time, where the model's texts can be read directly.
     """
 
     def __init__(
@@ -45,33 +40,20 @@ class Encoder:
         tokens_per_batch: int,
         precision: str = "fp32",
         normalize: bool = False,
-        token_cache: Path | None = None,
     ) -> None:
-        self.model, self.task, self.normalize, self.token_cache = model.eval(), task, normalize, token_cache
+        self.model, self.task, self.normalize = model.eval(), task, normalize
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
-        self.reader: DirectReader | None = None
-        self.asked = False  # whether there is a reader
         names = ("query",) if task == "query" else DOCUMENT_PROMPTS
         self.prompt: str | None = next(
             (model.prompts[name] for name in names if name in model.prompts), model.prompts.get(model.default_prompt_name)
         )
 
     def dim(self) -> int:
-        """Of its vectors. Asked with the model's own `preprocess`, so that reading directly is tried on real texts, not on this one."""
-        return int(self.vectors(self._padded_batches(["a"])).shape[1])
+        """Of its vectors."""
+        return int(self.vectors(self.batches(["a"])).shape[1])
 
     def batches(self, texts: Sequence[str]) -> list[Batch]:
-        """A window of texts as the model reads it, each batch padded to its own longest text."""
-        if self.reader is None and not self.asked:
-            self.reader, self.asked = direct_reader(self.model, self.task, self.prompt, texts, self.token_cache), True
-        if self.reader is not None:
-            tokens = self.reader.tokens(texts)
-            groups = by_budget(np.array([len(ids) for ids in tokens]), self.tokens_per_batch)
-            return [(places, self.reader.padded([tokens[i] for i in places])) for places in groups]
-        return self._padded_batches(texts)
-
-    def _padded_batches(self, texts: Sequence[str]) -> list[Batch]:
-        """As the model's own `preprocess` reads them."""
+        """A window of texts as the model's own `preprocess` reads it, each batch padded to its own longest text."""
         features = self.model.preprocess(list(texts), prompt=self.prompt, task=self.task)
         mask = features.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape[:1] != (len(texts),) or mask.ndim != 2:
@@ -87,7 +69,7 @@ class Encoder:
 
     @torch.inference_mode()
     def vectors(self, batches: Sequence[Batch], encoded: Callable[[int], None] = lambda texts: None) -> NDArray[np.float32]:
-        """(texts, dim) in the order of the window that `batches` came from; `encoded` is told the size of each batch."""
+        """(texts, dim) in the order of the window that `batches` came from; `encoded` is called with the size of each batch."""
         places = np.concatenate([places for places, _ in batches])
         with self._autocast():
             parts = []  # on the device: one copy a window

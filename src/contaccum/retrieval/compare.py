@@ -26,10 +26,10 @@ def paired_comparison(first: Mapping[str, float], second: Mapping[str, float]) -
     differences = [first[query] - second[query] for query in first]
     count, mean = len(differences), math.fsum(differences) / len(differences)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in differences) / (count - 1))
-    told = {"queries": count, "difference": mean, "wins": sum(d > 0 for d in differences), "losses": sum(d < 0 for d in differences)}
+    found = {"queries": count, "difference": mean, "wins": sum(d > 0 for d in differences), "losses": sum(d < 0 for d in differences)}
     if deviation <= 1e-12 * abs(mean) or deviation == 0:
-        return {**told, "low": mean, "high": mean, "p_value": 0.0 if mean else 1.0, "effect_size": None if mean else 0.0}
+        return {**found, "low": mean, "high": mean, "p_value": 0.0 if mean else 1.0, "effect_size": None if mean else 0.0}
     error = deviation / math.sqrt(count)
     reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
     p_value = 2 * float(stats.t.sf(abs(mean / error), count - 1))
-    return {**told, "low": mean - reach, "high": mean + reach, "p_value": p_value, "effect_size": mean / deviation}
+    return {**found, "low": mean - reach, "high": mean + reach, "p_value": p_value, "effect_size": mean / deviation}

@@ -1,4 +1,4 @@
-"""Which device computes: said in one line where it cannot."""
+"""Whether a device can be used."""
 
 from __future__ import annotations
 

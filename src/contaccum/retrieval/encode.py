@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contaccum.errors import DataError
-from contaccum.outputs import check_output
-from contaccum.provenance import provenance
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_output, write_json
+from contaccum.common.provenance import provenance
+from contaccum.data.readers.collections import count_lines, encoded_texts
+from contaccum.data.readers.queries import read_queries
 from contaccum.retrieval.shards import (
     DTYPES,
     MANIFEST,
@@ -31,15 +33,13 @@ from contaccum.retrieval.shards import (
     read_entry,
     read_entry_unchecked,
     read_manifest,
-    write_json,
     write_shard,
 )
-from contaccum.retrieval.texts import count_lines, encoded_texts, read_queries
 
 if TYPE_CHECKING:
     from contaccum.retrieval.batches import Encoder
 
-Text = tuple[str, str]  # id, what is encoded
+IdAndText = tuple[str, str]  # id, what is encoded
 
 WINDOW = 8192  # texts that are tokenised and sorted together
 MUST_MATCH = ("model_checksum", "task", "dtype", "dim", "shard_size", "max_seq_length", "precision", "normalized", "prompt")
@@ -58,34 +58,36 @@ def encode(
     tokens_per_batch: int | None = None,
     precision: str | None = None,
     device: str | None = None,
-    token_cache: str | Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Write the vectors of `texts` to the folder `output`, which `Vectors` reads, and return a summary.
+    """Turn texts into vectors: a folder of shards, which `Vectors` reads.
 
     They equal `model.encode_document` (with `queries`: `encode_query`) up to rounding; of a model whose similarity is cosine, with
     `normalize_embeddings=True`, so that search is always by inner product. Run again after an interruption, it keeps the shards that
     are there: the files are the same as without one. Under torchrun the processes share the shards.
 
     Args:
-        model: folder or name of a SentenceTransformer, or the object.
-        texts: what `read_collection_of` reads, or with `queries` what `read_queries` reads; `split` is for queries.
-        dtype: "float16" or "float32", of the stored vectors.
-        max_seq_length: tokens per text; None: the model's own.
-        tokens_per_batch: None: 4,096 on a CPU, 65,536 on a GPU.
-        precision: of the computation, "fp32", "bf16" or "fp16"; None: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and
-            half precision is what is stored; a value that overflows is noticed).
-        token_cache: folder that keeps token ids, so that the next model with the same tokenizer need not tokenise these texts again.
+        model: trained model, folder or name (in Python also a SentenceTransformer)
+        texts: collection: BEIR folder, passages .tsv or .jsonl (also .gz, .xz); with --queries, queries
+        output: folder of shards to write, or to go on with
+        queries: the texts are queries: BEIR or prepared folder, .json, .jsonl, .csv, .tsv
+        split: queries of this split (BEIR and prepared folders)
+        dtype: of the stored vectors: float16 or float32
+        shard_size: vectors in a file; processes share the work by files
+        max_seq_length: tokens per text; left out: the model's
+        tokens_per_batch: tokens that the model reads at once; left out: 4096 on a CPU, 65536 on a GPU
+        precision: of the computation: fp32, bf16 or fp16; left out: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and half
+            precision is what is stored; a value that overflows is noticed)
+        device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one
     """
-    from contaccum.retrieval.model import load_model
+    from contaccum.retrieval.model import model_on_device
 
     started, output = time.monotonic(), Path(output)
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
     check_output(output)
-    check_output(token_cache, option="--token-cache")
     source = _Source(texts, queries, split)
-    loaded = load_model(model, device, max_seq_length)
-    encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision, token_cache)
+    loaded = model_on_device(model, device, max_seq_length)
+    encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision)
     description = _description(loaded, encoder, model, source, dtype, shard_size)
     _open_output(output, description)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -110,20 +112,17 @@ def encode(
     }
 
 
-def make_encoder(
-    model: Any, task: str, tokens_per_batch: int | None, precision: str | None, token_cache: str | Path | None = None
-) -> Encoder:
+def make_encoder(model: Any, task: str, tokens_per_batch: int | None, precision: str | None) -> Encoder:
     """The encoder with the defaults of `encode` for the model's device and similarity."""
     from contaccum.retrieval.batches import Encoder
     from contaccum.retrieval.model import is_cosine
 
     on_gpu = model.device.type == "cuda"
     budget = tokens_per_batch or (65_536 if on_gpu else 4_096)
-    kept = None if token_cache is None else Path(token_cache)
-    return Encoder(model, task, budget, precision or ("fp16" if on_gpu else "fp32"), is_cosine(model), kept)
+    return Encoder(model, task, budget, precision or ("fp16" if on_gpu else "fp32"), is_cosine(model))
 
 
-def _shards(stream: Iterator[Text], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[Text]]]:
+def _shards(stream: Iterator[IdAndText], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[IdAndText]]]:
     """Step 1: (number, count, texts) of every shard; the texts of other processes' shards are counted, but not held."""
     for number in count():
         part = islice(stream, size)
@@ -142,7 +141,7 @@ class _Source:
         if self.queries is None:
             next(self.__iter__())  # a file that cannot be used is refused before the model is loaded
 
-    def __iter__(self) -> Iterator[Text]:
+    def __iter__(self) -> Iterator[IdAndText]:
         return iter(self.queries) if self.queries is not None else encoded_texts(self.path)
 
     def about(self) -> int:
@@ -179,7 +178,7 @@ class _Progress:
         self.bar.close()
 
 
-def _encode_shard(encoder: Any, shard: list[Text], output: Path, number: int, dtype: str, done: _Progress) -> None:
+def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: int, dtype: str, done: _Progress) -> None:
     """Steps 2 and 3 for one shard."""
     from contaccum.retrieval.batches import ahead
 
@@ -208,7 +207,7 @@ def stored(vectors: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     return cast
 
 
-def _texts_checksum(shard: Iterable[Text]) -> str:
+def _texts_checksum(shard: Iterable[IdAndText]) -> str:
     digest = hashlib.sha256()
     for key, text in shard:
         digest.update(f"{len(key)} {len(text)} {key}{text}".encode())
@@ -218,7 +217,7 @@ def _texts_checksum(shard: Iterable[Text]) -> str:
 def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: str, shard_size: int) -> dict[str, Any]:
     from contaccum.retrieval.model import model_checksum
 
-    told = provenance()
+    origin = provenance()
     return {
         "complete": False,
         "model": str(name) if isinstance(name, (str, Path)) else type(name).__name__,
@@ -233,8 +232,8 @@ def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: st
         "precision": encoder.precision,
         "max_seq_length": model.max_seq_length,
         "shard_size": shard_size,
-        "commit": told["commit"],
-        "versions": told["versions"],
+        "commit": origin["commit"],
+        "versions": origin["versions"],
     }
 
 
@@ -244,8 +243,8 @@ def _open_output(output: Path, description: dict[str, Any]) -> None:
     if (output / MANIFEST).exists():
         known = read_manifest(output)
         if wrong := [name for name in MUST_MATCH if known.get(name) != description[name]]:
-            told = f"{wrong[0]}={known.get(wrong[0])!r}, not {description[wrong[0]]!r}"
-            raise DataError(f"{output} was begun with {told}; give what it was begun with, or another output")
+            origin = f"{wrong[0]}={known.get(wrong[0])!r}, not {description[wrong[0]]!r}"
+            raise DataError(f"{output} was begun with {origin}; give what it was begun with, or another output")
     elif any(file.name != MANIFEST and file.suffix != ".part" for file in output.iterdir()):  # another process may just have written it
         raise DataError(f"{output} holds files but no {MANIFEST}; choose another output")
     else:

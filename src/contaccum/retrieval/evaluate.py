@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contaccum.data.beir import read_qrels
-from contaccum.data.files import bare_suffix, shown
-from contaccum.errors import DataError
-from contaccum.outputs import check_file
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_file, write_json
+from contaccum.data.readers.beir import qrels_file, read_qrels
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.files import bare_suffix, shown
+from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.compare import paired_comparison
 from contaccum.retrieval.metrics import DEFAULT, PerQuery, judged_metrics
 from contaccum.retrieval.runs import Run, read_dpr_results, read_run
-from contaccum.retrieval.shards import write_json
-from contaccum.retrieval.texts import Query, qrels_file, read_collection_of, read_queries
 
 TOP = (1, 5, 20, 100)
 
@@ -34,14 +34,23 @@ def evaluate(
     compare: str | Path | None = None,
     output: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Judge a run: {"queries", "metrics": name -> mean, "per_query": name -> query -> value}, and "comparison" with `compare`.
+    """Judge a run by relevance judgements (NDCG, Recall, MRR, MAP) or by answers (Top@k as DPR computes it).
 
-    "sources" holds the files and options as they were given: `contaccum report` finds the ranking and the texts by them.
+    Returns {"queries", "metrics": name -> mean, "per_query": name -> query -> value}, "comparison" with `compare`, and under "sources"
+    the files and options: `contaccum report` finds the ranking and the texts by them. Top@k is the share of queries with an answer
+    among their first k passages. With `qrels`, queries without answers are no mistake.
 
-    By judgements: `qrels`, a file or a BEIR folder (its `split`, "test" by default), gives `metrics`. By answers: Top@k for each k of
-    `top`, the share of queries with an answer among their first k passages, as DPR computes it (`match` "string" or "regex"); answers
-    and texts are those of `queries` and `collection`, or of the run itself where it is DPR's retriever output (.json). Both may be
-    asked for; with `qrels`, queries without answers are no mistake. `output` receives the same as JSON.
+    Args:
+        run: TREC run file, or DPR's retriever output (.json)
+        qrels: judgements: a qrels .tsv or a BEIR folder
+        queries: queries with answers, as for encode; left out: those in a .json run
+        collection: passages in which answers are looked up
+        split: split of --qrels or --queries, where a folder; left out: test for qrels
+        match: answers are string or regex (CuratedTREC)
+        metrics: by qrels: NDCG, Recall, MRR, MAP, P at a rank (default NDCG@10,Recall@100,MRR@10,MAP@100)
+        top: ranks of Top@k by answers (default 1,5,20,100)
+        compare: another run: difference, paired t-test, effect, 95% interval
+        output: JSON file to write, with a value per query
     """
     if not top or min(top) < 1:
         raise ValueError(f"top={list(top)} must be numbers of passages, 1 or more")
@@ -63,8 +72,7 @@ def evaluate(
         result["comparison"] = {"run": str(compare), **{name: paired_comparison(found[name], other[name]) for name in found}}
     result["per_query"] = found
     if output is not None:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        write_json(Path(output), result)
+        write_json(output, result)
     return result
 
 
@@ -107,7 +115,7 @@ def _answer_flags(
 
 def answer_flags(run: Run, queries: Sequence[Query], collection: str | Path, match: str = "string") -> Flags:
     """Whether each passage contains an answer; the collection is read once, as a stream. A query without results has no flags."""
-    from contaccum.retrieval.answers import AnswerMatcher, searchable
+    from contaccum.data.answers import AnswerMatcher, searchable
 
     if not any(query.id in run for query in queries):
         raise DataError(f"the run has none of the queries, such as {shown(queries[0].id)}; do they belong together?")
@@ -128,7 +136,7 @@ def answer_flags(run: Run, queries: Sequence[Query], collection: str | Path, mat
 
 
 def _own_flags(run: Path, match: str) -> Flags | None:
-    from contaccum.retrieval.answers import has_answer
+    from contaccum.data.answers import has_answer
 
     flags: Flags = {}
     for query, _, texts in read_dpr_results(run):

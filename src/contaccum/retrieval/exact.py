@@ -1,9 +1,9 @@
 """Exact search over vectors on disk, in memory that does not grow with them.
 
 A score is the inner product in float64, rounded to float32; a query's result is its k highest scores, equal ones by id. That is the
-definition (`brute_force`), and neither back end, device, number of shards nor threads changes it:
+definition (`brute_force`), and neither device, number of shards nor threads changes it:
 
-1. The vectors stream past in blocks. A back end computes a block's scores in a fast type and proposes every pair (query, vector) whose
+1. The vectors stream past in blocks. A block's scores are computed in a fast type, and every pair is proposed (query, vector) whose
    score lies within the rounding error of the k-th best so far. That error is at most `Products.error` * |query| * |vector|.
 2. Proposed pairs, few after the first blocks, are scored in float64. Where a good part of all pairs would be proposed, as of vectors that
    are nearly alike (a collapsed model's), all are scored, and the k best of the block taken there and then.
@@ -27,13 +27,12 @@ from contaccum.retrieval.device import check_device
 from contaccum.retrieval.shards import Vectors
 from contaccum.retrieval.topk import TopK
 
-BACKENDS = ("torch", "faiss")
 BLOCK_ROWS = {"cpu": 32_768, "cuda": 262_144}
 SCORES_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}  # of a block of queries with a block of vectors
 PORTION = 16_384  # of a block's vectors, in float64
 RESCORED_AT_ONCE = {"cpu": 512, "cuda": 65_536}  # on a CPU, what stays in its cache: eight times as fast as 4,096
 DENSE = 1 / 32  # of all pairs proposed: scoring all of them is faster
-SPARE = 16  # proposals of faiss beyond k, so that a tie at the k-th place is seen
+SPARE = 16  # pairs beyond k for each query that count as few
 
 Pairs = tuple[Tensor, Tensor]  # rows of queries, rows of the block
 
@@ -49,23 +48,19 @@ def exact_search(
     queries: NDArray[Any],
     vectors: Vectors,
     k: int,
-    backend: str = "torch",
     device: str | None = None,
     advance: Callable[[int], None] = lambda vectors: None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Equals `brute_force`. `advance` is told how many vectors have passed. Queries (n, dim) and results must fit in memory."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    """Equals `brute_force`. `advance` is called with the number of vectors that have passed. Queries and results must fit in memory."""
     check_device(device)
-    place = torch.device("cpu" if backend == "faiss" else device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = torch.from_numpy(np.ascontiguousarray(queries)).to(place)
     half = asked.dtype == torch.float16 and vectors.dtype == np.float16
-    products = Products(asked, torch.float32 if backend == "faiss" else fast_type(place, half))
-    propose = propose_faiss if backend == "faiss" else propose_torch
+    products = Products(asked, fast_type(place, half))
     best = TopK(len(queries), min(k, len(vectors)), vectors.ids_at)
     with _full_precision():
         for start, raw in ahead(vectors.blocks(of_device(BLOCK_ROWS, place))):
-            _search_block(products, torch.from_numpy(raw).to(place), start, best, propose)
+            _search_block(products, torch.from_numpy(raw).to(place), start, best)
             advance(len(raw))
     return best.scores, best.rows
 
@@ -114,7 +109,7 @@ class Products:
         return known[:size].view(shape)
 
 
-def _search_block(products: Products, block: Tensor, start: int, best: TopK, propose: Any) -> None:
+def _search_block(products: Products, block: Tensor, start: int, best: TopK) -> None:
     """Steps 1 to 3 for one block, queries in blocks too."""
     fast, queries = products.convert(block), products.queries
     longest, by_id = 1.01 * _longest(fast), None
@@ -162,7 +157,7 @@ def _best_of_all(queries: Tensor, block: Tensor, by_id: Tensor, k: int) -> tuple
     return rows, by_id[columns], scores[rows, columns]
 
 
-def propose_torch(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs | None:
+def propose(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs | None:
     """Every pair of these queries and the block that can be among its query's k best, given that k others reach `floors` (-inf: none).
 
     None where that is a good part of all.
@@ -183,25 +178,6 @@ def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor
 
 def _count(passing: Tensor) -> int:
     return int(np.count_nonzero(passing.numpy()) if passing.device.type == "cpu" else torch.count_nonzero(passing))
-
-
-def propose_faiss(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs | None:
-    """The same by faiss; queries with a tie, within rounding, at the end of what faiss returned are done as `propose_torch` does them."""
-    import faiss
-
-    queries, wanted = products.fast[begin:end], min(k + SPARE, len(block))
-    found, columns = faiss.knn(queries.numpy(), block.numpy(), wanted, metric=faiss.METRIC_INNER_PRODUCT)
-    scores, lowest = torch.from_numpy(found), floors - errors  # (queries, wanted), best first
-    if len(block) > k:
-        lowest = torch.maximum(lowest, scores[:, k - 1] - 2 * errors)
-    unsure = (scores[:, -1] >= lowest) & (wanted < len(block))
-    rows, places = _pairs((scores >= lowest[:, None]) & ~unsure[:, None])
-    again = unsure.nonzero().flatten()
-    more = _reaching(products, torch.mm(queries[again], block.T), lowest[again], errors[again], k)
-    if more is None:
-        return None
-    more_rows, more_columns = more
-    return torch.cat([rows, again[more_rows]]), torch.cat([torch.from_numpy(columns)[rows, places], more_columns])
 
 
 def _pairs(passing: Tensor) -> Pairs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_path, write_json
 from contaccum.retrieval.batches import ahead
-from contaccum.retrieval.shards import Vectors, write_json
+from contaccum.retrieval.shards import Vectors
 
 BLOCK_ROWS = 65_536
 TRAINING_ROWS = 400_000  # IVF4096 asks for at least 39 vectors a cell
@@ -29,13 +29,11 @@ def open_index(vectors: Vectors, factory: str, file: Path, advance: Callable[[in
         try:
             return faiss.read_index(str(file))
         except RuntimeError as error:
-            raise DataError(f"{file} cannot be read ({_reason(error)}); remove it, and it is built anew") from error
+            raise DataError(f"{file} cannot be read ({_reason(error)}); remove it, and it is built again") from error
     index = _build(vectors, factory, advance)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(file.name + ".part")
-    faiss.write_index(index, str(part))
-    write_json(_telling(file), wanted)
-    os.replace(part, file)
+    with whole_path(file) as part:
+        faiss.write_index(index, str(part))
+        write_json(_telling(file), wanted)
     return index
 
 

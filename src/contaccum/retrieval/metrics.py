@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from contaccum.data.files import shown
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.data.readers.files import shown
 from contaccum.retrieval.runs import Run
 
 DEFAULT = ("NDCG@10", "Recall@100", "MRR@10", "MAP@100")

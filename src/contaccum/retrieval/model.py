@@ -13,19 +13,16 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Module, Transformer
 
 from contaccum.retrieval.device import check_device
+from contaccum.towers.loading import load_model
 
 
-def load_model(model: Any, device: str | None = None, max_seq_length: int | None = None) -> SentenceTransformer:
+def model_on_device(model: Any, device: str | None = None, max_seq_length: int | None = None) -> SentenceTransformer:
     """A SentenceTransformer on its device, from a folder or name, or itself; under torchrun each process has its own GPU."""
     check_device(device)
     if isinstance(model, (str, Path)):
         if device is None and torch.cuda.is_available():
             device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}"
-        try:
-            # In single precision, whatever it is stored in: half precision is many times slower on a CPU, and autocast is for the GPU.
-            model = SentenceTransformer(str(model), device=device, model_kwargs={"dtype": torch.float32})
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no model can be read from {model}: {str(error).splitlines()[0]}") from error
+        model = load_model(model, device=device)
     elif device is not None:
         model.to(device)
     assert isinstance(model, SentenceTransformer)
@@ -52,7 +49,7 @@ def model_checksum(model: SentenceTransformer) -> str:
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     for module in model.modules():
         config = module.get_config_dict() if isinstance(module, Module) else {}
-        kept = {key: value for key, value in config.items() if key != "max_seq_length"}  # may be given anew
+        kept = {key: value for key, value in config.items() if key != "max_seq_length"}  # may be given again
         digest.update(json.dumps([type(module).__name__, kept], sort_keys=True, default=str).encode())
     vocabulary = model.tokenizer.get_vocab() if hasattr(model.tokenizer, "get_vocab") else {}
     digest.update(json.dumps(sorted(vocabulary.items())).encode())

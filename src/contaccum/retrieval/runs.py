@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TextIO
 
-from contaccum.data.files import bare_suffix, read_lines, shown
-from contaccum.data.json_array import read_array
-from contaccum.data.store import TextStore
-from contaccum.errors import DataError
-from contaccum.retrieval.texts import Query, read_collection_of
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_file
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.files import bare_suffix, read_lines, shown
+from contaccum.data.readers.json_array import read_array
+from contaccum.data.readers.queries import Query
+from contaccum.data.readers.store import TextStore
 
 
 class Hit(NamedTuple):
@@ -24,20 +24,6 @@ class Hit(NamedTuple):
 
 
 Run = dict[str, list[Hit]]  # query id -> passages, best first
-
-
-@contextmanager
-def whole_file(path: str | Path) -> Iterator[TextIO]:
-    """A text file that appears under its name when it is whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            yield file
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def write_run(file: TextIO, run: Mapping[str, Sequence[Hit]], tag: str = "contaccum") -> None:
@@ -78,7 +64,7 @@ def _trec_run(path: Path) -> Run:
         except ValueError as error:
             raise DataError(f"{path}, line {number}: 'query Q0 passage rank score tag' is needed, not {shown(line.strip())}") from error
         if key in known:
-            raise DataError(f"{path}, line {number}: the passage {shown(key)} stands a second time under query {shown(query)}")
+            raise DataError(f"{path}, line {number}: the passage {shown(key)} appears a second time under query {shown(query)}")
         known[key] = place
     return {
         query: [Hit(key, score) for key, (_, score) in sorted(hits.items(), key=lambda hit: hit[1][0])] for query, hits in ranked.items()
@@ -94,15 +80,13 @@ def _score(score: Any) -> float:
 
 def read_dpr_results(path: Path) -> Iterator[tuple[Query, list[Hit], list[str]]]:
     """(query with its answers, hits, the hits' texts) for every record of DPR's retriever output."""
-    for number, (line, record) in enumerate(read_array(path)):
+    for number, (place, record) in enumerate(read_array(path)):
         try:
             query = Query(str(record.get("id", number)), str(record["question"]), [str(answer) for answer in record.get("answers", [])])
             passages = record["ctxs"]
             yield query, [Hit(str(p["id"]), _score(p["score"])) for p in passages], [str(p["text"]) for p in passages]
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{path}, line {line}: no record of DPR's retriever output ({error!r}); give 'question', 'answers', 'ctxs'"
-            ) from error
+            raise DataError(f"{place}: no record of DPR's retriever output ({error!r}); give 'question', 'answers', 'ctxs'") from error
 
 
 def write_dpr_results(path: str | Path, run: Run, queries: Iterable[Query], collection: str | Path, match: str = "string") -> None:
@@ -137,7 +121,7 @@ def _entry(texts: TextStore, hit: Hit, collection: str | Path) -> tuple[str, str
 
 
 def _record(query: Query, passages: Sequence[tuple[Hit, tuple[str, str]]], match: str) -> dict[str, Any]:
-    from contaccum.retrieval.answers import AnswerMatcher, searchable
+    from contaccum.data.answers import AnswerMatcher, searchable
 
     matcher = AnswerMatcher(query.answers, match)
     found = [{"id": hit.id, "title": title, "text": text, "score": f"{hit.score:.9g}"} for hit, (title, text) in passages]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from contaccum.errors import DataError
-from contaccum.outputs import check_file
-from contaccum.retrieval.runs import Hit, Run, read_run, whole_file, write_dpr_results, write_run
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import check_file, whole_file
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.queries import Query, read_queries
+from contaccum.retrieval.runs import Hit, Run, read_run, write_dpr_results, write_run
 from contaccum.retrieval.shards import Vectors
-from contaccum.retrieval.texts import Query, read_collection_of, read_queries
 
-ENGINES = ("local", "milvus")
 QUERIES_AT_ONCE = 16_384  # held with their results; more of them read the collection again
 
 Finder = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[Any]]]  # queries -> scores, ids; an id is empty where none was found
@@ -29,13 +29,10 @@ def search(
     output: str | Path,
     *,
     k: int = 100,
-    backend: str = "torch",
     device: str | None = None,
     index: str | None = None,
     index_file: str | Path | None = None,
     index_parameters: str = "",
-    engine: str = "local",
-    uri: str = "vectors.db",
     json_output: str | Path | None = None,
     collection: str | Path | None = None,
     query_texts: str | Path | None = None,
@@ -44,20 +41,26 @@ def search(
     verify: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Write each query's k best passages to the TREC run `output`, and return a summary. Exact unless `index` says otherwise.
+    """Find each query's best passages, streaming over vectors that need not fit in memory. Exact unless `index` says otherwise.
 
     Args:
-        vectors, queries: folders that `encode` wrote, by the same model.
-        backend: of exact search, "torch" (CPU or GPU) or "faiss" (CPU): the results are the same.
-        index: an index of faiss's factory, or for the engine "milvus" FLAT or HNSW; kept in `index_file` (default: in `vectors`).
-        index_parameters: of the search in it, as "nprobe=64".
-        engine: "local", or "milvus" at `uri`: a file for Milvus Lite, or a cluster's address.
-        json_output: also write DPR's retriever output, with the texts of `collection` and `query_texts` (default: what was encoded).
-        match: how `has_answer` is decided there, "string" or "regex".
-        verify: compare the vectors with their checksums while they are read.
+        vectors: encoded passages
+        queries: encoded queries, of the same model
+        output: TREC run file to write
+        k: passages for each query
+        device: cpu, cuda, ...; left out: a GPU where there is one
+        index: approximate search: faiss's index factory, as IVF4096,PQ64 or HNSW32
+        index_file: where the index is kept; left out: in VECTORS
+        index_parameters: of the search in it, as nprobe=64 or efSearch=128
+        json_output: also write DPR's retriever output, with texts (.json)
+        collection: its passages; left out: what was encoded
+        query_texts: its queries and answers; left out: what was encoded
+        split: split of --query-texts
+        match: answers are string or regex (CuratedTREC)
+        verify: compare the vectors with their checksums
     """
     started = time.monotonic()
-    _check(k, engine, index, index_parameters, json_output)
+    _check(k, index, index_parameters, json_output)
     passages, asked = Vectors(vectors, verify), Vectors(queries, verify)
     check_same_model(passages, asked)
     _check_outputs(passages, asked, output, json_output, index_file)
@@ -65,8 +68,8 @@ def search(
     with (
         _progress(progress, len(passages), len(asked)) as advance,
         whole_file(output) as file,
-        _finder(passages, k, backend, device, index, index_file, index_parameters, engine, uri, advance) as find,
     ):
+        find = _finder(passages, k, device, index, index_file, index_parameters, advance)
         for start, block in asked.blocks(QUERIES_AT_ONCE):
             ids = asked.ids_at(np.arange(start, start + len(block)))
             write_run(file, _as_run(ids, *find(block)))
@@ -77,7 +80,7 @@ def search(
         "queries": len(asked),
         "passages": len(passages),
         "k": min(k, len(passages)),
-        "exact": index in (None, "FLAT"),
+        "exact": index is None,
         "seconds": seconds,
         "output": str(output),
     }
@@ -86,8 +89,8 @@ def search(
 def _texts_of(
     passages: Vectors, asked: Vectors, collection: str | Path | None, query_texts: str | Path | None, split: str | None, match: str
 ) -> tuple[list[Query], str | Path]:
-    """Queries and collection for the JSON output; what cannot be read is said before the search, and how answers cannot be looked for."""
-    from contaccum.retrieval.answers import check_match
+    """Queries and collection for the JSON output; what cannot be read is reported before the search."""
+    from contaccum.data.answers import check_match
 
     check_match(match)
     collection = collection or passages.manifest["source"]
@@ -116,19 +119,15 @@ def check_same_model(passages: Vectors, queries: Vectors) -> None:
         raise DataError(f"{passages.folder} holds queries and {queries.folder} passages; give passages first, then queries")
 
 
-@contextmanager
 def _finder(
     vectors: Vectors,
     k: int,
-    backend: str,
     device: str | None,
     index: str | None,
     index_file: str | Path | None,
     parameters: str,
-    engine: str,
-    uri: str,
     advance: Callable[[int], None],
-) -> Iterator[Finder]:
+) -> Finder:
     """What finds a block of queries' passages."""
 
     def by_rows(scores: NDArray[np.float32], rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[Any]]:
@@ -136,20 +135,14 @@ def _finder(
         ids[rows < 0] = b""
         return scores, ids
 
-    if engine == "milvus":
-        from contaccum.retrieval.milvus import MilvusCollection
-
-        with closing(MilvusCollection(vectors, uri, index or "FLAT", advance)) as collection:
-            yield lambda block: collection.search(block, min(k, len(vectors)))
-    elif index is not None:
+    if index is not None:
         from contaccum.retrieval.index import index_search, open_index
 
         built = open_index(vectors, index, Path(index_file or vectors.folder / f"{index.replace(',', '_')}.faiss"), advance)
-        yield lambda block: by_rows(*index_search(built, block, k, parameters))
-    else:
-        from contaccum.retrieval.exact import exact_search
+        return lambda block: by_rows(*index_search(built, block, k, parameters))
+    from contaccum.retrieval.exact import exact_search
 
-        yield lambda block: by_rows(*exact_search(block, vectors, k, backend, device, advance))
+    return lambda block: by_rows(*exact_search(block, vectors, k, device, advance))
 
 
 def _as_run(queries: NDArray[Any], scores: NDArray[np.float32], ids: NDArray[Any]) -> Run:
@@ -174,12 +167,10 @@ def _progress(shown: bool, vectors: int, queries: int) -> Iterator[Callable[[int
         yield advance
 
 
-def _check(k: int, engine: str, index: str | None, parameters: str, json_output: str | Path | None) -> None:
+def _check(k: int, index: str | None, parameters: str, json_output: str | Path | None) -> None:
     if k < 1:
         raise ValueError(f"k={k} returns nothing; use 1 or more")
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r} is unknown; choose one of {', '.join(ENGINES)}")
-    if parameters and (index is None or engine != "local"):
+    if parameters and index is None:
         raise ValueError(f"index parameters {parameters!r} need an index of faiss; give one with --index")
     if json_output is not None and Path(json_output).suffix != ".json":
         raise ValueError(f"{json_output} must end in .json: that is how contaccum evaluate knows it")

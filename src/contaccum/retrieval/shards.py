@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from contaccum.errors import DataError
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import whole_path, write_json
 
 DTYPES = ("float16", "float32")
 MANIFEST = "manifest.json"
@@ -49,20 +50,14 @@ class ShardEntry:
         return f"shard-{self.number:05d}.ids.npy"
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> str:
-    """Write a file beside its name, rename it when it is whole and on the disk, and return its SHA-256."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write the same manifest
-    with open(part, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    checksum = sha256_of(part)
-    os.replace(part, path)
-    return checksum
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_whole(path, lambda file: file.write((json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()))
+def write_array(path: Path, array: Array) -> str:
+    """Write an array whole, on the disk when this returns, and return its file's SHA-256."""
+    with whole_path(path) as part:
+        with open(part, "wb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file.fileno())
+        return sha256_of(part)
 
 
 def sha256_of(path: Path) -> str:
@@ -76,8 +71,8 @@ def sha256_of(path: Path) -> str:
 def write_shard(folder: Path, number: int, vectors: Array, ids: Sequence[str], texts_sha256: str) -> ShardEntry:
     """Write one shard, its entry last."""
     name = ShardEntry(number, len(ids), "", "", texts_sha256)
-    vectors_sha256 = write_whole(folder / name.vectors_name, lambda file: np.save(file, vectors))
-    ids_sha256 = write_whole(folder / name.ids_name, lambda file: np.save(file, id_array(ids)))
+    vectors_sha256 = write_array(folder / name.vectors_name, vectors)
+    ids_sha256 = write_array(folder / name.ids_name, id_array(ids))
     entry = ShardEntry(number, len(ids), vectors_sha256, ids_sha256, texts_sha256)
     write_json(_entry_file(folder, number), asdict(entry))
     return entry
@@ -96,7 +91,7 @@ def read_entry(folder: Path, number: int) -> ShardEntry | None:
         return None
     try:
         entry = ShardEntry(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):  # cut off or not ours: made anew
+    except (ValueError, TypeError):  # cut off or not ours: made again
         return None
     expected = {entry.vectors_name: entry.vectors_sha256, entry.ids_name: entry.ids_sha256}
     whole = all((folder / name).exists() and sha256_of(folder / name) == checksum for name, checksum in expected.items())
@@ -104,7 +99,7 @@ def read_entry(folder: Path, number: int) -> ShardEntry | None:
 
 
 def forget_entry(folder: Path, number: int) -> None:
-    """Say that a shard is not whole, before it is written anew."""
+    """Say that a shard is not whole, before it is written again."""
     _entry_file(folder, number).unlink(missing_ok=True)
 
 

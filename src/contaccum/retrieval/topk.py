@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.int64]
+RowNumbers = NDArray[np.int64]
 
 
 class TopK:
@@ -18,7 +18,7 @@ class TopK:
         ids_at: rows -> ids that can be compared.
     """
 
-    def __init__(self, queries: int, k: int, ids_at: Callable[[Rows], NDArray[Any]]) -> None:
+    def __init__(self, queries: int, k: int, ids_at: Callable[[RowNumbers], NDArray[Any]]) -> None:
         self.k, self.ids_at = k, ids_at
         self.scores = np.full((queries, k), -np.inf, np.float32)
         self.rows = np.full((queries, k), -1, np.int64)
@@ -27,7 +27,7 @@ class TopK:
         """The score that the k-th best of these queries has; -inf where fewer than k are known. A copy."""
         return self.scores[begin:end, -1].copy()
 
-    def add(self, queries: Rows, scores: NDArray[np.float32], rows: Rows) -> None:
+    def add(self, queries: RowNumbers, scores: NDArray[np.float32], rows: RowNumbers) -> None:
         """Let these vectors compete for their queries' places; none of them may be there already."""
         if not len(queries):
             return
@@ -43,7 +43,7 @@ class TopK:
         self.scores[asking[kept], place[kept]] = score[kept]
         self.rows[asking[kept], place[kept]] = row[kept]
 
-    def _order(self, queries: Rows, scores: NDArray[np.float32], rows: Rows) -> Rows:
+    def _order(self, queries: RowNumbers, scores: NDArray[np.float32], rows: RowNumbers) -> RowNumbers:
         """By query, falling score, id. Ids are fetched for equal scores only."""
         order = np.lexsort((-scores, queries))
         same = (np.diff(queries[order]) == 0) & (np.diff(scores[order]) == 0)

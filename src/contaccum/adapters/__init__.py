@@ -1,0 +1,1 @@
+"""The method in sentence-transformers: losses, keys of texts, trainer and callback, checkpoints."""

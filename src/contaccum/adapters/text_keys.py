@@ -1,0 +1,40 @@
+"""A key per text, by which equal texts are known to be equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def token_keys(features: dict[str, Any]) -> Tensor | None:
+    """A 64-bit key per text from its token ids without padding: (n,) int64, or None where the input is not text.
+
+    Equal texts have equal keys whatever the padding, its side or flattening; different ones differ but for a chance of 2^-64.
+    """
+    ids = features.get("input_ids")
+    if ids is None or ids.dim() != 2:
+        return None
+    if "cu_seq_lens_q" in features:  # flattened: all texts in one row
+        return _flattened_keys(ids.flatten(), features["cu_seq_lens_q"].to(torch.int64))
+    mask = features.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask.to(torch.int64)
+    return _mix((_mix(ids * _ODD + mask.cumsum(1)) * mask).sum(1))
+
+
+def _flattened_keys(ids: Tensor, starts: Tensor) -> Tensor:
+    places = torch.arange(len(ids), device=ids.device)
+    text = torch.searchsorted(starts, places, right=True) - 1
+    keys = torch.zeros(len(starts) - 1, dtype=torch.int64, device=ids.device)
+    return _mix(keys.index_add(0, text, _mix(ids * _ODD + places - starts[text] + 1)))
+
+
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Spread every bit of x over all 64 (the finaliser of SplitMix64; products wrap around)."""
+    x = (x ^ (x >> 30)) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ (x >> 27)) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ (x >> 31)

@@ -1,0 +1,65 @@
+"""What a command writes: a place where it can, checked before anything is computed, and files that appear when they are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+
+def check_output(output: str | Path | None, taken: Iterable[str | Path | None] = (), option: str = "--output") -> None:
+    """ValueError where nothing can be made at `output`, or where it is one of the files that are read or written besides."""
+    if output is None:
+        return
+    output = Path(output)
+    nearest = next(folder for folder in (output, *output.parents) if folder.exists())
+    folder = nearest.parent if nearest == output and nearest.is_file() else nearest
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise ValueError(f"{output} cannot be made: {folder} is not a folder that can be written to; use another {option}")
+    if any(file is not None and Path(file).resolve() == output.resolve() for file in taken):
+        raise ValueError(f"{output} is also read or written here and would be replaced; use another {option}")
+
+
+def check_file(output: str | Path | None, taken: Iterable[str | Path | None] = (), option: str = "--output") -> None:
+    """The same for an output that is a file."""
+    if output is not None and Path(output).is_dir():
+        raise ValueError(f"{output} is a folder; give {option} a file")
+    check_output(output, taken, option)
+
+
+@contextmanager
+def whole_path(path: str | Path) -> Iterator[Path]:
+    """A path beside `path` to write a file or folder to; it takes `path`'s place at the end. What failed leaves nothing."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write the same file
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[TextIO]:
+    """A text file that appears under its name when it is whole."""
+    with whole_path(path) as part, open(part, "w", encoding="utf-8") as file:
+        yield file
+
+
+def write_text(path: str | Path, text: str) -> None:
+    with whole_file(path) as file:
+        file.write(text)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_jsonl(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
+    with whole_file(path) as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)

@@ -1,0 +1,1 @@
+"""Readers of the field's file formats, one module each."""

@@ -1,0 +1,147 @@
+"""The training set: one table of (query, positive, negatives), and hard negatives drawn from it again each epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.compute  # type: ignore[import-untyped]
+from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_from_disk
+
+from contaccum.common.errors import DataError
+from contaccum.data.readers.beir import is_beir, read_pairs
+from contaccum.data.readers.files import bare_suffix, read_jsonl, text_field
+
+# One row per (query, relevant passage). `answers` are texts, or regular expressions, that a right passage contains; often none are known.
+OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".json")
+FEATURES = Features(
+    {
+        "query": Value("string"),
+        "positive": Value("string"),
+        "negatives": Sequence(Value("string")),
+        "answers": Sequence(Value("string")),
+    }
+)
+
+
+def load_training_set(path: str | Path, split: str = "train", limit: int | None = None) -> Dataset:
+    """Columns query, positive, negatives and answers (lists, possibly empty), from a BEIR folder, a JSONL file or a folder that
+    `contaccum prepare` or `Dataset.save_to_disk` wrote.
+
+    A JSONL line holds "query" and "positive", either "negatives" (a list) or "negative" (a text), and perhaps "answers" (a list).
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path} does not exist; give a BEIR folder, a .jsonl file or a folder written by Dataset.save_to_disk")
+    if is_beir(path):
+        pairs = read_pairs(path, split)
+        dataset = as_table({"query": [q for q, _ in pairs], "positive": [p for _, p in pairs]})
+    elif path.is_dir():
+        dataset = _saved(path, split)
+    else:
+        if bare_suffix(path) in OTHER_FORMATS:
+            raise DataError(f"{path} is no .jsonl file; contaccum prepare turns it into a training set")
+        dataset = _from_jsonl(path)
+    return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+
+
+def as_table(columns: dict[str, list[Any]]) -> Dataset:
+    """A training set from its columns; lists that are missing are empty."""
+    empty: list[list[str]] = [[] for _ in columns["query"]]
+    return Dataset.from_dict({name: columns.get(name, empty) for name in FEATURES}, features=FEATURES)
+
+
+def _saved(folder: Path, split: str) -> Dataset:
+    try:
+        dataset = load_from_disk(str(folder))
+    except (FileNotFoundError, OSError) as error:
+        raise DataError(f"{folder} is neither a BEIR folder (no corpus.jsonl) nor a saved data set ({error})") from error
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise DataError(f"{folder} has no split {split!r}; it has {', '.join(dataset)}")
+        dataset = dataset[split]
+    if missing := {"query", "positive"} - set(dataset.column_names):
+        raise DataError(f"{folder} has no column {', '.join(sorted(missing))}; it has {', '.join(dataset.column_names)}")
+    for name in set(FEATURES) - set(dataset.column_names):
+        dataset = dataset.add_column(name, [[] for _ in range(len(dataset))])
+    dataset = dataset.select_columns(list(FEATURES))
+    return dataset if dataset.features == FEATURES else dataset.cast(FEATURES)  # a cast writes a copy
+
+
+def _from_jsonl(path: Path) -> Dataset:
+    columns: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    for line, record in read_jsonl(path):
+        columns["query"].append(text_field(record, "query", f"{path}, line {line}"))
+        columns["positive"].append(text_field(record, "positive", f"{path}, line {line}"))
+        if "negative" in record:
+            record.setdefault("negatives", [record["negative"]])
+        for name in ("negatives", "answers"):
+            texts = record.get(name, [])
+            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                raise DataError(f"{path}, line {line}: {name!r} must be a list of texts")
+            columns[name].append(texts)
+    if not columns["query"]:
+        raise DataError(f"{path} is empty")
+    return as_table(columns)
+
+
+def with_hard_negatives(dataset: Dataset, hard_negatives: int, seed: int) -> tuple[Dataset, DrawNegatives | None]:
+    """The table as the trainer reads it: query, positive and `hard_negatives` more columns, drawn again for every epoch.
+
+    Rows with too few negatives are dropped. The second value needs to know the epoch (`epoch`); None where there is nothing to draw.
+    """
+    if hard_negatives == 0:
+        return dataset.select_columns(["query", "positive"]), None
+    enough = [i for i, count in enumerate(_negative_counts(dataset)) if count >= hard_negatives]
+    if not enough:
+        raise DataError(f"no row has {hard_negatives} hard negatives; mine some or use --hard-negatives 0")
+    kept = dataset.select(enough)
+    draw = DrawNegatives(hard_negatives, seed)
+    kept = kept.add_column("row", list(range(len(kept))))
+    kept.set_transform(draw)
+    return kept, draw
+
+
+def has_negatives(dataset: Dataset) -> bool:
+    return any(_negative_counts(dataset))
+
+
+def _negative_counts(dataset: Dataset) -> list[int]:
+    """Hard negatives per row, without reading their texts."""
+    counts: list[int] = pyarrow.compute.list_value_length(dataset.with_format("arrow")["negatives"][:]).to_pylist()
+    return counts
+
+
+class DrawNegatives:
+    """Chooses a row's hard negatives by seed, epoch and row alone, so that a resumed run draws what it would have drawn."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self.count, self.seed, self.epoch = count, seed, 0
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        drawn = [
+            random.Random(f"{self.seed} {self.epoch} {row}").sample(negatives, self.count)
+            for row, negatives in zip(batch["row"], batch["negatives"], strict=True)
+        ]
+        columns = {"query": batch["query"], "positive": batch["positive"]}
+        return columns | {name: [negatives[i] for negatives in drawn] for i, name in enumerate(negative_columns(self.count))}
+
+
+def negative_columns(count: int) -> list[str]:
+    return ["negative"] if count == 1 else [f"negative_{i + 1}" for i in range(count)]
+
+
+@contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """Without the library's own bars: one bar at a time."""
+    hidden = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not hidden:
+            datasets.enable_progress_bars()

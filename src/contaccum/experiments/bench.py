@@ -1,0 +1,276 @@
+"""Time and memory of one optimizer update, with every loss, side by side on one model.
+
+Ways differ in the loss, in precision and in how the towers run, so one pair of towers and one optimizer serve them all. They take turns;
+each turn starts with a full bank and a warm-up, compiling included, and ends with the way's memory given back and the towers as they were.
+Inputs are random token ids, of fixed length or padded to the longest of a micro-batch, already on the device.
+
+`peak_bytes` is what was allocated at most; with CUDA graphs what was reserved, which is a little more.
+
+`peak_share` is the share of the GPU's dense bf16 peak, whatever precision the way computes in. Counted are the products of a forward and a
+backward pass on real tokens: 6 per weight of the layers and token, and 12 * layers * width * length per token for attention; by GradCache
+and with checkpointing a third more each, for another forward pass.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import convert_outputs_to_fp32
+from sentence_transformers import SentenceTransformer
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+
+from contaccum.adapters.losses import ContAccumLoss
+from contaccum.experiments.workloads import (
+    LENGTHS,
+    PRECISIONS,
+    SIZES,
+    VARIANTS,
+    Variant,
+    Workload,
+    fill_bank,
+    random_encoder,
+    random_features,
+    random_lengths,
+)
+from contaccum.towers.cuda_graphs import check_graphs, graph_towers, ungraph_towers
+from contaccum.towers.speed import COUNTS, REGIONS, check_unpadded, compile_towers, encoders, repad_towers, uncompile_towers, unpad_towers
+
+CLIP = 2.0
+WARM_UP = 2  # micro-batches
+# Dense bf16 operations per second, from NVIDIA's data sheets (SXM), by what the device's name holds.
+BF16_PEAKS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100-SXM": 312e12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way and its workload."""
+
+    way: str
+    work: Workload
+
+
+def measure(
+    size: str,
+    work: Workload,
+    ways: Sequence[str] = tuple(VARIANTS),
+    rounds: int = 3,
+    updates: int = 3,
+    device: str | None = None,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """`measure_cases` of one workload."""
+    return measure_cases(size, [Case(way, work) for way in ways], rounds, updates, device, seed)
+
+
+def measure_cases(
+    size: str,
+    cases: Sequence[Case],
+    rounds: int = 3,
+    updates: int = 3,
+    device: str | None = None,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[dict[str, Any]]:
+    """A row per case: median seconds of an update, samples per second, peak memory, share of the GPU's peak, and its seconds over those of
+    gradaccum with the same workload, where that is among the cases. Where memory ran out or PyTorch could not compile the towers, these
+    are None and `failed` says so. `say` is called with a line for each turn.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check(size, cases, rounds, updates, device.startswith("cuda"))
+    torch.manual_seed(seed)
+    longest = max(max(case.work.query_tokens, case.work.passage_tokens) for case in cases)
+    model = random_encoder(size, longest).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
+    turns: dict[Case, list[Turn | Failure]] = {case: [] for case in cases}
+    for _ in range(rounds):
+        for case in cases:
+            if not any(isinstance(turn, Failure) for turn in turns[case]):
+                turns[case].append(turn := _turn(case, model, optimizer, updates, seed))
+                say(_told(case, turn))
+    rows = [_row(size, case, turns[case], seed) for case in cases]
+    bases = {_comparable(case): row["seconds"] for case, row in zip(cases, rows, strict=True) if case.way == "gradaccum"}
+    for case, row in zip(cases, rows, strict=True):
+        base = bases.get(_comparable(case))
+        row["time_over_gradaccum"] = row["seconds"] / base if row["seconds"] and base else None
+    return rows
+
+
+def _told(case: Case, turn: Turn | Failure) -> str:
+    work = case.work
+    marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * VARIANTS[case.way].banked
+    marks += [f"compiled {work.compile}"] * (work.compile is not None) + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing
+    marks += ["CUDA graphs"] * work.graphs
+    found = turn.reason if isinstance(turn, Failure) else f"{statistics.median(turn.seconds):.3f} s"
+    return f"{case.way}, {', '.join(marks)}: {found}"
+
+
+def _comparable(case: Case) -> Workload:
+    """gradaccum has no bank, so its time holds for any."""
+    return replace(case.work, bank=0)
+
+
+@dataclass(frozen=True)
+class Turn:
+    seconds: list[float]
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    reason: str
+
+
+def _row(size: str, case: Case, turns: Sequence[Turn | Failure], seed: int) -> dict[str, Any]:
+    done = [turn for turn in turns if isinstance(turn, Turn)]
+    failed = next((turn.reason for turn in turns if isinstance(turn, Failure)), None)
+    row = {"way": case.way, "banked": VARIANTS[case.way].banked, "model": size, **asdict(case.work), "failed": failed}
+    if failed:
+        return {**row, **dict.fromkeys(("seconds", "all_seconds", "samples_per_second", "peak_bytes", "peak_share"))}
+    seconds = [second for turn in done for second in turn.seconds]
+    middle, peak = statistics.median(seconds), _bf16_peak()
+    return {
+        **row,
+        "seconds": middle,
+        "all_seconds": seconds,
+        "samples_per_second": case.work.n_total / middle,
+        "peak_bytes": done[-1].peak_bytes,
+        "peak_share": None if peak is None else operations(size, case, seed) / middle / peak,
+    }
+
+
+def _bf16_peak() -> float | None:
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((peak for part, peak in BF16_PEAKS.items() if part in name), None)
+
+
+def operations(size: str, case: Case, seed: int) -> float:
+    """Of one update on real tokens, as the module says."""
+    layers, width, _ = SIZES[size]
+    lengths = random_lengths(case.work, seed)
+    weights = 12 * layers * width**2  # 4 of attention, 8 of the feed-forward part; biases and norms left out
+    tokens, squares = float(lengths.sum()), float((lengths.double() ** 2).sum())
+    once = 6 * weights * tokens + 12 * layers * width * squares
+    return once * (1 + (VARIANTS[case.way].cached + case.work.checkpointing) / 3)
+
+
+def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | Failure:
+    """One turn of a case, or what kept it from the end."""
+    work = case.work
+    if work.checkpointing:
+        for encoder in encoders(model):
+            encoder.gradient_checkpointing_enable({"use_reentrant": False})
+    if work.unpad:
+        unpad_towers(model)
+    if work.compile is not None:
+        compile_towers(model, work.compile)
+    if work.graphs:
+        graph_towers(model)
+    _set_precision(model, work.precision)
+    try:
+        return _timed(VARIANTS[case.way], model, optimizer, work, updates, seed)
+    except torch.OutOfMemoryError:
+        return Failure("out of memory")
+    except TorchDynamoException as error:
+        first_line, *_ = str(error).strip().split("\n")
+        return Failure(f"not compiled ({type(error).__name__}: {first_line})")
+    finally:
+        model.__dict__.pop("forward", None)
+        for encoder in encoders(model):
+            encoder.gradient_checkpointing_disable()
+        ungraph_towers(model)
+        uncompile_towers(model)
+        repad_towers(model)
+        optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _timed(way: Variant, model: SentenceTransformer, optimizer: torch.optim.Optimizer, work: Workload, updates: int, seed: int) -> Turn:
+    """Time `updates` updates after a warm-up, and the peak that the allocator reached in them."""
+    loss = way.build(model, work).to(model.device)
+    batches = list(_micro_batches(model, way, work, seed))
+    if way.banked:
+        fill_bank(loss, model, work)
+    few = replace(work, n_total=min(work.n_total, WARM_UP * work.n_local))
+    warm_up = batches if (work.compile or work.graphs) and work.lengths == "varied" else list(_micro_batches(model, way, few, seed))
+    for _ in range(2):  # the second finds everything compiled and recorded, for every length that there is
+        make_update(model, loss, optimizer, warm_up)
+    _wait(model.device, reset=True)
+    seconds = []
+    for _ in range(updates):
+        started = time.perf_counter()
+        make_update(model, loss, optimizer, batches)
+        _wait(model.device)
+        seconds.append(time.perf_counter() - started)
+    if model.device.type != "cuda":
+        return Turn(seconds, None)
+    # what recordings use is not allocated while they are idle
+    return Turn(seconds, torch.cuda.max_memory_reserved() if work.graphs else torch.cuda.max_memory_allocated())
+
+
+def make_update(model: SentenceTransformer, loss: nn.Module, optimizer: torch.optim.Optimizer, batches: list[list[dict[str, Any]]]) -> None:
+    for features in batches:
+        (loss([dict(column) for column in features], None) / len(batches)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if isinstance(loss, ContAccumLoss):
+        loss.criterion.after_update()
+
+
+def _micro_batches(model: SentenceTransformer, way: Variant, work: Workload, seed: int) -> Iterator[list[dict[str, Any]]]:
+    size = work.n_total if way.whole else work.n_local
+    for lengths in random_lengths(work, seed).split(size):
+        tasks = ["query"] + ["document"] * (1 + work.hard_negatives)
+        columns = [random_features(model, task, column) for task, column in zip(tasks, lengths.unbind(1), strict=True)]
+        # as towers count them when they tokenise, where they have to know
+        counted = [{**column, COUNTS: counts} for column, counts in zip(columns, lengths.unbind(1), strict=True)]
+        yield counted if work.unpad or work.graphs else columns
+
+
+def _set_precision(model: SentenceTransformer, precision: str) -> None:
+    """As accelerate prepares a model: `forward` itself is in half precision, also where GradCache calls it in the backward pass."""
+    dtype, forward = PRECISIONS[precision], type(model).forward
+    if dtype is not None:
+        half = torch.autocast(model.device.type, dtype)(lambda *inputs, **options: forward(model, *inputs, **options))
+        model.forward = convert_outputs_to_fp32(half)  # type: ignore[method-assign]
+
+
+def _wait(device: torch.device, reset: bool = False) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _check(size: str, cases: Sequence[Case], rounds: int, updates: int, cuda: bool) -> None:
+    if size not in SIZES:
+        raise ValueError(f"model {size!r} is unknown; choose one of {', '.join(SIZES)}")
+    if min(rounds, updates) < 1:
+        raise ValueError(f"rounds={rounds} and updates={updates} must be 1 or more")
+    for way, work in ((case.way, case.work) for case in cases):
+        if way not in VARIANTS:
+            raise ValueError(f"way {way!r} is unknown; choose among {', '.join(VARIANTS)}")
+        if work.n_local < 1 or work.n_total % work.n_local:
+            raise ValueError(f"n_total={work.n_total} is not a multiple of n_local={work.n_local}")
+        for name, least in {"n_total": 1, "query_tokens": 1, "passage_tokens": 1, "hard_negatives": 0, "bank": 0}.items():
+            if getattr(work, name) < least:
+                raise ValueError(f"{name}={getattr(work, name)} must be at least {least}")
+        for name, choices in {"precision": PRECISIONS, "lengths": LENGTHS, "compile": (None, *REGIONS)}.items():
+            if getattr(work, name) not in choices:
+                listed = ", ".join(choice for choice in choices if choice is not None)
+                raise ValueError(f"{name} {getattr(work, name)!r} is unknown; choose one of {listed}")
+        if work.unpad:
+            check_unpadded(work.precision, work.compile is not None, cuda)
+        if work.graphs:
+            check_graphs(work.checkpointing, work.unpad, cuda)
+            if work.compile == "stacks":
+                raise ValueError("graphs and compiled stacks do not go together; compile layers")

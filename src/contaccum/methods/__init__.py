@@ -1,0 +1,1 @@
+"""What a training run is: the table of methods, the configuration, and the loss that both decide."""

@@ -1,0 +1,215 @@
+"""What decides a training run: one flat configuration, from YAML, with every field overridable. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contaccum.common.sizes import parse_bytes
+from contaccum.core.bank_size import auto_bank
+from contaccum.methods.table import METHODS, get_method
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "pooling": ("cls", "mean", "lasttoken"),
+    "similarity": ("dot", "cosine"),
+    "gradient_scale": ("in-batch", "paper"),
+    "drift_correction": ("auto", "mean+zero-sum", "mean", None),
+}
+ABOVE_0 = ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every", "max_updates", "limit", "adam_eps")
+UNLIMITED = ("max_updates", "limit")  # where left out
+NOT_NEGATIVE = (
+    *("warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"),
+    *("hard_negatives", "dev_passages", "seed"),
+)
+AUTO = 0  # n_local before it is planned
+
+
+FIRST = "The ten that matter first"
+DATA, MODEL, METHOD, SCHEDULE = "Data", "Model", "Method", "Schedule"
+MEMORY, SAVING, EVALUATION = "Memory and speed", "Saving and logging", "Evaluation during training"
+GROUPS = (FIRST, DATA, MODEL, METHOD, SCHEDULE, MEMORY, SAVING, EVALUATION)  # as `contaccum train --help` shows them
+
+
+def option(group: str, default: Any, text: str, accepts: str | None = None) -> Any:
+    """A field with its help; `accepts`: a word that may be given in place of a number."""
+    return field(default=default, metadata={"help": text, "accepts": accepts, "group": group})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All that decides a run. The defaults are the paper's for Natural Questions, but for the bank, its correction, gradients and names."""
+
+    data: str = option(FIRST, "", "training set: a BEIR folder, a .jsonl file or a saved data set")
+    output: str = option(FIRST, "", "run folder to write")
+    model: str = option(FIRST, "bert-base-uncased", "hub name, model folder, folder with a pair of encoders, or DPR checkpoint")
+    passage_model: str | None = option(MODEL, None, "the passage tower's source, where it is another")
+    tokenizer: str | None = option(MODEL, None, "the tokenizer's source, where the model has none")
+    tied: bool = option(MODEL, False, "one tower for queries and passages")
+    pooling: str = option(MODEL, "cls", "cls, mean or lasttoken")
+    similarity: str = option(MODEL, "dot", "dot or cosine")
+    scale: float | None = option(MODEL, None, "factor on the similarity; left out: 1 for dot, 20 for cosine")
+    max_seq_length: int = option(MODEL, 256, "tokens per text")
+    method: str = option(FIRST, "contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
+    n_total: int = option(FIRST, 128, "samples per update, over all processes")
+    n_local: int = option(
+        FIRST, 8, "samples whose activations fit in memory at once, per process; auto: what fits in --memory", accepts="auto"
+    )
+    whole_updates: bool = option(
+        MEMORY, False, "encode n_total at once, micro-losses on slices: the same gradients, faster, for large memories"
+    )
+    bank: int | str = option(FIRST, "auto", "tuples in the bank; auto: 8 updates' worth, at most a sixteenth of the rows", accepts="auto")
+    query_bank: int | None = option(METHOD, None, "queries in the bank, where fewer")
+    start_update: int = option(METHOD, 0, "updates before which there is no bank")
+    query_bank_stop_update: int | None = option(METHOD, None, "update from which on the query bank is off")
+    cache_hard_negatives: bool = option(METHOD, True, "bank hard negatives too")
+    mask_duplicates: bool = option(METHOD, True, "equal texts are never each other's negatives")
+    drift_correction: str | None = option(
+        METHOD,
+        "auto",
+        "mean: read stored vectors with the present mean; mean+zero-sum: and take their mean off the passages' gradients; "
+        "none: neither, as the paper; auto: mean+zero-sum where the bank holds vectors of older weights",
+    )
+    gradient_scale: str = option(METHOD, "in-batch", "of gradients: in-batch, as without a bank; paper: divided by the banked rows too")
+    bank_dtype: str | None = option(METHOD, None, "precision of the bank: float32 or bfloat16")
+    hard_negatives: int | None = option(DATA, None, "hard negatives per query, drawn again each epoch; left out: 1 where the data has them")
+    epochs: float = option(FIRST, 40, "passes over the data")
+    max_updates: int | None = option(SCHEDULE, None, "stop after this many updates instead")
+    lr: float = option(FIRST, 2e-5, "peak learning rate")
+    warmup_updates: int = option(SCHEDULE, 1237, "updates of linear warm-up; a tenth of the run where it is shorter than that")
+    weight_decay: float = option(SCHEDULE, 0.0, "AdamW's weight decay")
+    adam_eps: float = option(SCHEDULE, 1e-8, "AdamW's epsilon")
+    max_grad_norm: float = option(SCHEDULE, 2.0, "gradient clipping; 0: none")
+    precision: str = option(MEMORY, "fp32", "fp32, bf16 or fp16 (autocast)")
+    memory: str | None = option(FIRST, None, "hold the CUDA allocator to this, as 11GB")
+    gradient_checkpointing: bool = option(MEMORY, False, "recompute activations in the backward pass")
+    torch_compile: bool = option(MEMORY, False, "compile the towers' layers, which takes its time at the start")
+    unpad: bool | None = option(
+        MEMORY,
+        None,
+        "compute no padding: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-RoBERTa; left out: in half precision on NVIDIA GPUs since Ampere",
+    )
+    cuda_graphs: bool = option(
+        MEMORY, False, "launch a tower's layers at once, for micro-batches too small to fill the GPU; the same encoders"
+    )
+    tf32: bool = option(MEMORY, False, "fp32 matrix products with 10 bits of mantissa instead of 23, on NVIDIA GPUs since Ampere")
+    seed: int = option(DATA, 42, "seed of weights, order, dropout and drawn negatives")
+    split: str = option(DATA, "train", "split of a BEIR folder to train on")
+    limit: int | None = option(DATA, None, "train on the first so many rows")
+    save_every: int = option(SAVING, 500, "updates between checkpoints; 0: none")
+    keep_checkpoints: int = option(SAVING, 2, "checkpoints kept")
+    log_every: int = option(SAVING, 10, "updates between writes to the log")
+    diagnose_every: int = option(SAVING, 10, "updates between timings in diagnostics.jsonl; 0: no diagnostics")
+    drift_every: int = option(SAVING, 0, "updates between measurements of the bank's drift by age; 0: none")
+    dev: str | None = option(
+        EVALUATION, None, "BEIR folder or prepared set whose dev queries are searched during training; the best model is kept"
+    )
+    dev_split: str = option(EVALUATION, "dev", "its split")
+    dev_every: int = option(EVALUATION, 100, "updates between such searches")
+    dev_metric: str = option(EVALUATION, "MRR@10", "chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
+    dev_passages: int | None = option(EVALUATION, None, "search the dev queries' relevant passages and this many others instead of all")
+    workers: int | None = option(DATA, None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
+    report_to: str = option(SAVING, "none", "none, tensorboard, wandb, ...")
+
+    @property
+    def bank_size(self) -> int:
+        """`bank` once it is a number, see `with_bank`."""
+        assert isinstance(self.bank, int)
+        return self.bank
+
+    def check(self) -> None:
+        """ValueError that names the first value that cannot be."""
+        import torch
+
+        if not self.data:
+            raise ValueError("no training set: give --data")
+        if not self.output:
+            raise ValueError("no run folder: give --output")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
+        if self.bank_dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"bank_dtype {self.bank_dtype!r} is unknown; choose float32 or bfloat16")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                listed = ", ".join("none" if choice is None else choice for choice in choices)
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {listed}")
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
+        for name, value in numbers.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}={value} is not a finite number; give one, or leave it out")
+        for name in ABOVE_0:
+            if name in numbers and not numbers[name] > 0:
+                raise ValueError(f"{name}={numbers[name]} must be above 0" + ("; leave it out for no limit" if name in UNLIMITED else ""))
+        check_bank(self.bank)
+        for name in NOT_NEGATIVE:
+            if numbers.get(name, 0) < 0:
+                raise ValueError(f"{name}={numbers[name]} is negative; use 0 or more")
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
+        if self.precision == "fp16" and not torch.cuda.is_available():
+            raise ValueError("precision fp16 needs a CUDA device; use bf16 or fp32")
+        if self.tf32 and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
+            raise ValueError("tf32 needs an NVIDIA GPU of the Ampere generation or later; leave it out")
+        if self.scale is not None and not self.scale > 0:
+            raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
+        get_method(self.method)
+        if self.memory is not None:
+            parse_bytes(self.memory)
+
+
+def check_bank(bank: int | str) -> None:
+    if bank != "auto" and not isinstance(bank, int):
+        raise ValueError(f"bank={bank!r} is not a number of tuples; give one, or auto")
+    if isinstance(bank, int) and bank < 0:
+        raise ValueError(f"bank={bank} is negative; use 0 or more")
+
+
+def with_bank(config: TrainConfig, micro_batch: int = 1, rows: int | None = None) -> TrainConfig:
+    """`config` with its bank as a number: where it says "auto", that of `auto_bank`."""
+    return replace(config, bank=auto_bank(config.n_total, micro_batch, rows)) if config.bank == "auto" else config
+
+
+def load_config(file: str | Path | None, overrides: dict[str, Any]) -> TrainConfig:
+    """A YAML of fields, if given, with single ones overridden."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ValueError(f"{file} cannot be read as YAML: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} must hold fields and values, as 'lr: 2.0e-5'")
+    known = {f.name: f for f in fields(TrainConfig)}
+    values = {**values, **overrides}
+    if unknown := sorted(set(values) - set(known)):
+        raise ValueError(f"{file or 'the configuration'} has an unknown field {unknown[0]!r}; known are {', '.join(known)}")
+    return TrainConfig(**{name: _coerce(name, value, str(known[name].type)) for name, value in values.items()})
+
+
+def _coerce(name: str, value: Any, kind: str) -> Any:
+    """YAML reads 2e-5 as a text and 40 as a whole number; everything else must have its type."""
+    if value is None and "None" in kind:
+        return None
+    if name == "drift_correction" and value == "none":
+        return None
+    if name == "bank" and value == "auto":
+        return value
+    if name == "n_local" and value == "auto":
+        return AUTO
+    if name == "n_local" and str(value) == "0":
+        raise ValueError("n_local=0 must be at least 1, or auto")
+    base = kind.replace(" | None", "").replace("int | str", "int")
+    try:
+        if base == "float" and not isinstance(value, bool):
+            return float(value)
+        if base == "int" and not isinstance(value, bool) and int(value) == float(value):
+            return int(value)
+    except (TypeError, ValueError):
+        pass
+    if (base == "bool" and isinstance(value, bool)) or (base == "str" and isinstance(value, str)):
+        return value
+    raise ValueError(f"{name}={value!r} is not of type {base}" + (", nor auto" if name in ("n_local", "bank") else ""))

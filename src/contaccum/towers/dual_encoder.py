@@ -1,0 +1,175 @@
+"""`dual_encoder`: a two-tower or tied SentenceTransformer from a name, a folder, a configuration or a pair of checkpoints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from sentence_transformers import SentenceTransformer, SimilarityFunction
+from sentence_transformers.sentence_transformer.modules import Pooling, Router, Transformer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    DPRContextEncoder,
+    DPRQuestionEncoder,
+    PretrainedConfig,
+)
+
+POOLINGS = ("cls", "mean", "lasttoken")
+SIMILARITIES = ("dot", "cosine")
+# Sub-folders under which paired checkpoints are found: (queries, passages).
+PAIRS = (("query_encoder", "doc_encoder"), ("question_encoder", "ctx_encoder"), ("query", "passage"))
+
+Source = str | Path | PretrainedConfig
+
+
+def dual_encoder(
+    model: Source,
+    passage_model: Source | None = None,
+    *,
+    tied: bool = False,
+    pooling: str = "cls",
+    similarity: str = "dot",
+    max_seq_length: int | None = 256,
+    tokenizer: str | Path | None = None,
+    model_kwargs: dict[str, Any] | None = None,
+) -> SentenceTransformer:
+    """A SentenceTransformer with a tower for queries and one for passages, or one for both.
+
+    Args:
+        model: hub name, model folder, `PretrainedConfig` (random weights; give `tokenizer`), folder with a pair of encoders in it
+            (`query_encoder/` and `doc_encoder/`, or `question_encoder/` and `ctx_encoder/`), or DPR's own `.cp` checkpoint.
+        passage_model: the passage tower's source; None: as `model`.
+        tied: one tower for both.
+        pooling: "cls", "mean" or "lasttoken".
+        similarity: "dot" or "cosine", for `model.similarity` and for search.
+        tokenizer: source of the tokenizer where the model has none.
+
+    `save_pretrained(folder)` writes one folder that `SentenceTransformer(folder)` loads, for `encode_query` and `encode_document`.
+    """
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling={pooling!r} is unknown; choose one of {', '.join(POOLINGS)}")
+    if similarity not in SIMILARITIES:
+        raise ValueError(f"similarity={similarity!r} is unknown; choose one of {', '.join(SIMILARITIES)}")
+    query_source, passage_source = paired_sources(model, passage_model)
+    if tied and query_source != passage_source:
+        raise ValueError(f"tied=True has one tower, but {query_source} and {passage_source} are two; give one or set tied=False")
+
+    def tower(source: Source | DPRPart) -> list[Any]:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = _as_folder(source, tokenizer, scratch)
+            # Weights are trained in single precision, whatever they are stored in.
+            transformer = Transformer(folder, max_seq_length=max_seq_length, model_kwargs={"dtype": torch.float32, **(model_kwargs or {})})
+        for name, parameter in transformer.named_parameters():
+            if ".pooler." in name:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
+                parameter.requires_grad_(False)
+        return [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling)]
+
+    modules = tower(query_source)
+    if not tied:
+        modules = [Router.for_query_document(modules, tower(passage_source))]
+    return SentenceTransformer(modules=modules, similarity_fn_name=SimilarityFunction(similarity))
+
+
+def paired_sources(model: Source, passage_model: Source | None) -> tuple[Source | DPRPart, Source | DPRPart]:
+    if passage_model is not None:
+        return model, passage_model
+    if isinstance(model, PretrainedConfig):
+        return model, model
+    path = Path(model)
+    if path.is_file():
+        return DPRPart(path, "question_model."), DPRPart(path, "ctx_model.")
+    for query_folder, passage_folder in PAIRS:
+        if (path / query_folder).is_dir() and (path / passage_folder).is_dir():
+            return path / query_folder, path / passage_folder
+    return model, model
+
+
+class DPRPart:
+    """One encoder of a checkpoint of DPR's own format: a pickled tuple or dict with a `model_dict` of prefixed BERT weights."""
+
+    def __init__(self, file: Path, prefix: str) -> None:
+        self.file, self.prefix = file, prefix
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.prefix}*)"
+
+    def load(self, config: Any) -> BertModel:
+        checkpoint = torch.load(self.file, map_location="cpu", weights_only=True)
+        weights = checkpoint.get("model_dict", checkpoint)
+        part = {name[len(self.prefix) :]: value for name, value in weights.items() if name.startswith(self.prefix)}
+        if not part:
+            raise ValueError(f"{self.file} holds no weights that start with {self.prefix!r}: it is not a DPR bi-encoder checkpoint")
+        model = BertModel(config, add_pooling_layer=any(name.startswith("pooler.") for name in part))
+        missing, unexpected = model.load_state_dict(part, strict=False)
+        wrong = [*missing, *(name for name in unexpected if not name.endswith(("position_ids", "encode_proj.weight", "encode_proj.bias")))]
+        if wrong:
+            raise ValueError(f"{self.file} does not fit {type(config).__name__}: {len(wrong)} weights differ, among them {wrong[0]}")
+        return model
+
+
+def _as_folder(source: Source | DPRPart, tokenizer: str | Path | None, scratch: str) -> str:
+    """Something that transformers' Auto classes load: `source` itself where it is one, else written to `scratch`."""
+    if isinstance(source, DPRPart):
+        config = AutoConfig.from_pretrained(tokenizer or "bert-base-uncased")
+        if not isinstance(config, BertConfig):
+            raise ValueError(f"tokenizer={tokenizer} names a {type(config).__name__}, but {source} is a BERT checkpoint")
+        source.load(config).save_pretrained(scratch)
+        _save_tokenizer(tokenizer or "bert-base-uncased", scratch)
+        return scratch
+    if isinstance(source, PretrainedConfig):
+        if tokenizer is None:
+            raise ValueError(f"{type(source).__name__} says nothing of the tokenizer; give tokenizer=NAME")
+        AutoModel.from_config(source).save_pretrained(scratch)
+        _save_tokenizer(tokenizer, scratch)
+        return scratch
+    config = load_encoder_config(source)
+    if config.model_type == "dpr":  # transformers' DPR classes wrap a BERT; the tower is the BERT
+        _dpr_bert(source, config).save_pretrained(scratch)
+        _save_tokenizer(tokenizer or source, scratch)
+        return scratch
+    if tokenizer is not None:
+        AutoModel.from_pretrained(source).save_pretrained(scratch)
+        _save_tokenizer(tokenizer, scratch)
+        return scratch
+    return str(source)
+
+
+def load_encoder_config(source: str | Path) -> PretrainedConfig:
+    with _named("model", source):
+        config: PretrainedConfig = AutoConfig.from_pretrained(source)
+    return config
+
+
+def _save_tokenizer(source: str | Path, folder: str) -> None:
+    with _named("tokenizer", source):
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+
+
+@contextmanager
+def _named(what: str, source: str | Path) -> Iterator[None]:
+    """What cannot be read from `source` as one line that names it."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        is_path = Path(source).is_absolute() or str(source).startswith(".")
+        why = "there is no such folder or file" if is_path and not Path(source).exists() else str(error).splitlines()[0]
+        raise ValueError(f"no {what} can be read from {source}: {why}") from error
+
+
+def _dpr_bert(source: str | Path, config: PretrainedConfig) -> BertModel:
+    if (config.architectures or [""])[0] == "DPRContextEncoder":
+        inner = DPRContextEncoder.from_pretrained(source).ctx_encoder.bert_model
+    else:
+        inner = DPRQuestionEncoder.from_pretrained(source).question_encoder.bert_model
+    fields = {k: v for k, v in config.to_dict().items() if k not in ("model_type", "architectures", "projection_dim")}
+    bert = BertModel(BertConfig(**fields), add_pooling_layer=False)
+    bert.load_state_dict(inner.state_dict())
+    return bert

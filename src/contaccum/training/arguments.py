@@ -1,0 +1,77 @@
+"""A configuration as the trainer's arguments."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+from sentence_transformers import SentenceTransformerTrainingArguments
+
+from contaccum.methods.config import TrainConfig
+from contaccum.methods.table import Batches
+from contaccum.training.dev import metric_key
+
+
+def training_arguments(
+    config: TrainConfig, batches: Batches, processes: int, rows: int, negatives: list[str]
+) -> SentenceTransformerTrainingArguments:
+    per_epoch = math.ceil(rows / (batches.per_process * processes) / batches.accumulation)
+    updates = config.max_updates or math.ceil(config.epochs * per_epoch)
+    if config.dev is not None and config.dev_every > updates:
+        raise ValueError(f"dev_every={config.dev_every} is more than the run's {updates} updates; use a smaller one")
+    save_every = config.save_every if config.dev is None else config.dev_every  # the best model is one of those saved
+    routes = {} if config.tied else {"query": "query", **dict.fromkeys(["positive", *negatives], "document")}
+    return SentenceTransformerTrainingArguments(
+        output_dir=str(Path(config.output) / "checkpoints"),
+        per_device_train_batch_size=batches.per_process,
+        gradient_accumulation_steps=batches.accumulation,
+        num_train_epochs=config.epochs,
+        max_steps=config.max_updates or -1,
+        learning_rate=config.lr,
+        lr_scheduler_type="linear",
+        warmup_steps=config.warmup_updates if config.warmup_updates < updates else updates // 10,
+        weight_decay=config.weight_decay,
+        adam_epsilon=config.adam_eps,
+        max_grad_norm=config.max_grad_norm,
+        bf16=config.precision == "bf16",
+        fp16=config.precision == "fp16",
+        tf32=config.tf32 or None,
+        seed=config.seed,
+        save_strategy="steps" if save_every else "no",
+        save_steps=save_every or 500,
+        eval_strategy="no" if config.dev is None else "steps",
+        eval_steps=config.dev_every,
+        load_best_model_at_end=config.dev is not None,
+        metric_for_best_model=metric_key(config.dev_metric, config.similarity) if config.dev else None,
+        save_total_limit=config.keep_checkpoints,
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,  # would wait for the device at every micro-step
+        dataloader_num_workers=tokenizing_workers(config),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        accelerator_config={"non_blocking": torch.cuda.is_available()},  # does not wait for the copy of a pinned batch
+        dataloader_drop_last=processes > 1,  # processes must agree on the number of micro-batches
+        # Each forward uses one tower. Looking for unused parameters then would take the other tower for such; but GradCache's replay, where
+        # only the last mini-batch synchronises, needs just that.
+        ddp_find_unused_parameters=batches.mini is not None,
+        router_mapping=routes,
+        report_to=config.report_to,
+        use_cpu=not torch.accelerator.is_available(),  # without this, several processes on CPUs would each train alone
+        disable_tqdm=True,
+    )
+
+
+def tokenizing_workers(config: TrainConfig) -> int:
+    workers = (2 if torch.cuda.is_available() else 0) if config.workers is None else config.workers
+    if workers:
+        _forked_tokenise_alone()
+    return workers
+
+
+@cache
+def _forked_tokenise_alone() -> None:
+    """A tokenizer's threads do not follow into a forked process; with TOKENIZERS_PARALLELISM=true it would wait forever."""
+    if hasattr(os, "register_at_fork"):  # where processes are forked at all
+        os.register_at_fork(after_in_child=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"))

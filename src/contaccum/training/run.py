@@ -1,0 +1,259 @@
+"""From a training set to a model folder: one configuration, one function, one run folder.
+
+A run folder holds `config.yaml` (resolved), `run.json` (commit, versions, machine, seed), `log.jsonl` (a line per update),
+`diagnostics.jsonl`, with dev queries `dev.jsonl`,
+`checkpoints/`, and when it is finished `model/` and `summary.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from transformers.utils.logging import disable_progress_bar
+
+from contaccum.adapters.checkpoints import last_complete_checkpoint
+from contaccum.adapters.losses import ContAccumLoss
+from contaccum.adapters.trainer import ContAccumTrainer
+from contaccum.common.errors import CheckpointError
+from contaccum.common.outputs import check_output, whole_path, write_json
+from contaccum.common.provenance import provenance
+from contaccum.common.sizes import parse_bytes
+from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives
+from contaccum.memory.halving import HalvingTrainer
+from contaccum.memory.limit import limit_memory, peak_bytes
+from contaccum.memory.plan import planned
+from contaccum.methods.config import AUTO, TrainConfig, load_config, with_bank
+from contaccum.methods.loss import build_loss
+from contaccum.methods.table import Batches, get_method, split_update
+from contaccum.towers.cuda_graphs import check_graphs, graph_towers
+from contaccum.towers.dual_encoder import dual_encoder
+from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
+from contaccum.training.arguments import training_arguments
+from contaccum.training.dev import DevLog, check_metric, dev_evaluator
+from contaccum.training.diagnostics import Diagnostics
+from contaccum.training.runlog import EpochForNegatives, Progress, RunLog
+
+
+def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
+    """Train as `config` says and return the summary. With `resume`, go on from the newest complete checkpoint."""
+    config.check()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    run = Path(config.output)
+    main = int(os.environ.get("RANK", "0")) == 0
+    auto = config.n_local == AUTO
+    if resume:
+        config = _as_resolved_before(run, config)
+    checkpoint = _checkpoint_to_resume(run, config) if resume else None
+    _check_speed(config, torch.cuda.is_available(), processes)
+    if not resume and main:
+        _refuse_used_folder(run)
+    if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
+        print(f"note: {cannot}")
+
+    dataset, draw, columns = _data(config, main)
+    if config.n_local == AUTO:
+        config = planned(config, len(columns), processes)
+        if main:
+            print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
+    batches = split_update(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
+    config = _bank_for(config, batches, len(dataset), processes, main)
+    dev = _dev(config)
+    disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
+    set_seed(config.seed)
+    model = _towers(config)
+    config = _prepare_towers(config, model)
+    loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
+    config = replace(config, drift_correction=loss.criterion.drift_correction)
+    log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
+    trainer = (HalvingTrainer if auto and not get_method(config.method).one_batch else ContAccumTrainer)(
+        model=model,
+        args=training_arguments(config, batches, processes, len(dataset), columns),
+        train_dataset=dataset,
+        loss=loss,
+        evaluator=dev,
+        callbacks=_callbacks(config, run, loss, log, draw, main),
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    if main:
+        _claim(run, config)
+    updates_before = _updates_before(checkpoint)  # which training may delete
+    started = time.perf_counter()
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    summary = _summary(config, trainer, loss, log, time.perf_counter() - started, updates_before)
+    if main:
+        _finish(run, model, summary)
+    return summary
+
+
+def _bank_for(config: TrainConfig, batches: Batches, rows: int, processes: int, main: bool) -> TrainConfig:
+    """`config` with its bank as a number; ValueError where the data is too small for it or for a batch."""
+    if batches.per_process * processes > rows:
+        raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {rows} rows")
+    auto, config = config.bank == "auto", with_bank(config, batches.micro_batch * processes, rows)
+    if not get_method(config.method).bank:
+        return config
+    if config.bank_size > rows:
+        raise ValueError(f"bank={config.bank} is larger than the training set of {rows} rows; use at most that many")
+    if auto and main:
+        print(f"note: bank={config.bank}, for updates of {config.n_total} and {rows:,} rows")
+    return config
+
+
+def _dev(config: TrainConfig) -> InformationRetrievalEvaluator | None:
+    if config.dev is None:
+        return None
+    check_metric(config.dev_metric)
+    return dev_evaluator(config.dev, config.dev_split, config.dev_passages, config.seed)
+
+
+def _towers(config: TrainConfig) -> SentenceTransformer:
+    return dual_encoder(
+        config.model,
+        config.passage_model,
+        tied=config.tied,
+        pooling=config.pooling,
+        similarity=config.similarity,
+        max_seq_length=config.max_seq_length,
+        tokenizer=config.tokenizer,
+    )
+
+
+def _check_speed(config: TrainConfig, cuda: bool, processes: int) -> None:
+    if config.torch_compile:
+        check_compiler(cuda)
+    if config.unpad:
+        check_unpadded(config.precision, config.torch_compile, cuda)
+    if config.cuda_graphs:
+        check_graphs(config.gradient_checkpointing, bool(config.unpad), cuda, processes)
+
+
+def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> TrainConfig:
+    """`config` with `unpad` as it was decided."""
+    if config.unpad is None:
+        config = replace(config, unpad=not config.cuda_graphs and unpads_by_itself(model, config.precision))
+    if config.gradient_checkpointing:  # here: not every sentence-transformers takes it from every transformers' trainer
+        for encoder in encoders(model):
+            encoder.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.unpad:
+        unpad_towers(model)
+    if config.torch_compile:
+        compile_towers(model)
+    if config.cuda_graphs:
+        graph_towers(model)
+    return config
+
+
+def _updates_before(checkpoint: Path | None) -> int:
+    return 0 if checkpoint is None else int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+
+
+def _summary(
+    config: TrainConfig, trainer: ContAccumTrainer, loss: ContAccumLoss, log: RunLog, seconds: float, updates_before: int
+) -> dict[str, Any]:
+    updates = trainer.state.global_step
+    return {
+        "method": config.method,
+        "updates": updates,
+        "samples_per_second": (updates - updates_before) * config.n_total / seconds,
+        "seconds": seconds,
+        "final_loss": log.last.get("loss"),
+        "negatives_per_query": log.last.get("negatives_per_query"),
+        "peak_bytes": peak_bytes(),
+        "bank_bytes": loss.criterion.bank.nbytes,
+        "resumed_at_update": updates_before or None,
+        "halvings": getattr(trainer, "halvings", 0),
+        "dev_best": trainer.state.best_metric,
+        "dev_best_update": trainer.state.best_global_step,
+    }
+
+
+def _checkpoint_to_resume(run: Path, config: TrainConfig) -> Path | None:
+    """The newest complete checkpoint of the same run; None where it was killed before its first."""
+    stored = run / "config.yaml"
+    if not stored.exists():
+        raise ValueError(f"{run} holds no run to resume; start it without --resume")
+    before = asdict(load_config(stored, {}))
+    changed = {k: v for k, v in asdict(config).items() if before[k] != v and k != "output"}
+    if changed:
+        name, value = next(iter(changed.items()))
+        raise ValueError(f"{run} was started with {name}={before[name]!r}, not {value!r}; resume it unchanged or use another --output")
+    if (run / "summary.json").exists():
+        raise ValueError(f"{run} is finished: its model is in {run / 'model'}")
+    try:
+        return last_complete_checkpoint(run / "checkpoints")
+    except CheckpointError:
+        return None
+
+
+def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
+    """What each "auto" was when the run began."""
+    if not (run / "config.yaml").exists():
+        return config
+    stored = load_config(run / "config.yaml", {})
+    if config.n_local == AUTO:
+        config = replace(config, n_local=stored.n_local, gradient_checkpointing=stored.gradient_checkpointing)
+    if config.bank == "auto":
+        config = replace(config, bank=stored.bank)
+    if config.drift_correction == "auto":
+        config = replace(config, drift_correction=stored.drift_correction)
+    if config.unpad is None:
+        config = replace(config, unpad=stored.unpad)
+    return config
+
+
+def _refuse_used_folder(run: Path) -> None:
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
+    check_output(run)
+
+
+def _claim(run: Path, config: TrainConfig) -> None:
+    """Only now, when nothing of the input can be refused any more, is anything written."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
+    write_json(run / "run.json", provenance(config.seed))
+
+
+def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
+    dataset = load_training_set(config.data, config.split, config.limit)
+    wanted = config.hard_negatives
+    if wanted is None:
+        wanted = int(has_negatives(dataset))
+    table, draw = with_hard_negatives(dataset, wanted, config.seed)
+    if main and len(table) < len(dataset):
+        print(f"note: {len(dataset) - len(table):,} of {len(dataset):,} rows have fewer than {wanted} hard negatives and are left out")
+    return table, draw, negative_columns(wanted) if wanted else []
+
+
+def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog, draw: Any, main: bool) -> list[TrainerCallback]:
+    watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
+    if draw is not None:
+        watching.append(EpochForNegatives(draw))
+    if config.diagnose_every:
+        every, mass_every = config.diagnose_every, 5 * config.diagnose_every
+        watching.append(Diagnostics(run / "diagnostics.jsonl", loss, every, mass_every, config.drift_every, writes=main))
+    if config.dev is not None:
+        watching.append(DevLog(run / "dev.jsonl", config.similarity, config.dev_metric, writes=main))
+    return watching
+
+
+def _finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
+    """The model first, whole or not at all; then the summary, which says that the run is finished."""
+    try:
+        with whole_path(run / "model") as part:
+            model.save_pretrained(str(part))
+        write_json(run / "summary.json", summary)
+    except Exception as error:
+        raise CheckpointError(f"could not save {run / 'model'}: {error}; make room and go on with --resume") from error

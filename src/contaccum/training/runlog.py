@@ -1,0 +1,113 @@
+"""What a run leaves behind while it trains: a line of JSON per update, and a progress bar for the person watching."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from contaccum.adapters.trainer import FlushedLog, SkippedSteps
+from contaccum.core.criterion import DualBankInfoNCE, MicroStep
+from contaccum.data.training_set import DrawNegatives
+from contaccum.training.logfile import append_lines, keep_updates
+
+
+class RunLog(FlushedLog, SkippedSteps):
+    """One line per update in `log.jsonl`: nothing in it depends on the clock, so that a resumed run's log equals an uninterrupted one's.
+
+    Values stay on the device until they are written, every `every` updates and before every checkpoint.
+    """
+
+    def __init__(self, file: Path, criterion: DualBankInfoNCE, every: int = 10, writes: bool = True) -> None:
+        self.file, self.every, self.writes = file, every, writes
+        self.losses: list[Tensor] = []  # of the micro-steps since the last update
+        self.negatives = 0
+        self.waiting: list[dict[str, Any]] = []
+        self.last: dict[str, Any] = {}
+        criterion.observers.append(self._observe)
+
+    def _observe(self, step: MicroStep) -> None:
+        self.losses.append(step.loss)
+        self.negatives = step.negatives_per_query
+
+    @property
+    def counted(self) -> int:
+        return len(self.losses)
+
+    @counted.setter
+    def counted(self, micro_steps: int) -> None:
+        del self.losses[micro_steps:]
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.losses, self.waiting = [], []
+        if self.writes:
+            keep_updates(self.file, state.global_step)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Before the schedule moves on: this update's own learning rate."""
+        self.lr = float(optimizer.param_groups[0]["lr"])
+        self.skipped = self.was_skipped(optimizer)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        line = {"update": state.global_step, "epoch": state.epoch, "lr": self.lr, "losses": self.losses}
+        self.waiting.append(line | {"negatives_per_query": self.negatives} | ({"skipped": True} if self.skipped else {}))
+        self.losses = []
+        if state.global_step % self.every == 0:
+            self.flush()
+
+    def flush(self) -> None:
+        lines = []
+        for line in self.waiting:
+            losses = [float(loss) for loss in line.pop("losses")]
+            lines.append(line | {"loss": sum(losses) / max(1, len(losses)), "micro_batches": len(losses)})
+        self.waiting = []
+        self.last = lines[-1] if lines else self.last
+        if self.writes:
+            append_lines(self.file, lines)
+
+
+class Progress(TrainerCallback):
+    """A bar with loss, negatives per query, samples/s and time left; where nobody watches (a log file), a line every tenth of the run."""
+
+    def __init__(self, log: RunLog, samples_per_update: int) -> None:
+        self.log, self.samples_per_update = log, samples_per_update
+        self.bar: Any = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.started, self.first = time.perf_counter(), state.global_step
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="update", dynamic_ncols=True, disable=None)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.bar is None:
+            return
+        done, total = state.global_step, state.max_steps
+        shown = self.log.last and (not self.bar.disable or done * 10 // total > (done - 1) * 10 // total)
+        if shown:
+            speed = (done - self.first) * self.samples_per_update / (time.perf_counter() - self.started)
+            text = f"loss {self.log.last['loss']:.4f}, {self.log.last['negatives_per_query']} negatives, {speed:.0f} samples/s"
+            if self.bar.disable:
+                print(f"update {done:,} of {total:,}: {text}", file=sys.stderr, flush=True)
+            self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(1)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+class EpochForNegatives(TrainerCallback):
+    """Keeps the epoch of the drawn hard negatives at the trainer's."""
+
+    def __init__(self, draw: DrawNegatives) -> None:
+        self.draw = draw
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.draw.epoch = int((state.epoch or 0.0) + 1e-6)
