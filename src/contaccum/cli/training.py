@@ -17,12 +17,12 @@ from contaccum.methods.config import TrainConfig, load_config
 @app.command("quickstart")
 def quickstart(
     output: Annotated[Path, typer.Option(help="folder to write; a number is added where it exists")] = Path("runs/quickstart"),
-    pairs: Annotated[int, typer.Option(help="docstring -> function pairs")] = 8000,
-    epochs: Annotated[float, typer.Option(help="passes over them")] = 3.0,
+    pairs: Annotated[int, typer.Option(help="docstring -> function pairs, half of them for the encoder to start from")] = 15_000,
+    epochs: Annotated[float, typer.Option(help="passes of the fine-tuning")] = 2.0,
     seed: Annotated[int, typer.Option(help="seed of weights, order and dropout")] = 42,
     json_: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
-    """Train and compare four methods on docstrings and functions of the installed packages: no network, no GPU, five minutes.
+    """Fine-tune a small encoder by four methods and compare them, on docstrings of the installed packages: no network, no GPU.
 
     Example: contaccum quickstart
     """

@@ -56,12 +56,14 @@ def harvest(folders: list[Path] | None = None, limit: int | None = None) -> list
     return pairs
 
 
-def write_beir(pairs: list[Pair], folder: Path, test: int, dev: int = 0) -> None:
-    """A BEIR folder: all passages as the collection; `test` and `dev` queries, chosen by hash, apart from the training ones."""
+def write_beir(pairs: list[Pair], folder: Path, test: int, dev: int = 0, start: int = 0) -> None:
+    """A BEIR folder: all passages as the collection; queries of the splits test, dev, start and, what is left, train, chosen by hash."""
     if len(pairs) < 2 * (test + dev):
         raise DataError(f"{len(pairs)} pairs are too few for {test} test and {dev} dev queries; ask for fewer")
     order = sorted(range(len(pairs)), key=lambda i: _digest(pairs[i].query + "\0" + pairs[i].passage))
-    splits = {"test": order[:test], "dev": order[test : test + dev], "train": sorted(order[test + dev :])}
+    first = test + dev
+    splits = {"test": order[:test], "dev": order[test:first], "start": order[first : first + start], "train": order[first + start :]}
+    splits = {split: members if split in ("test", "dev") else sorted(members) for split, members in splits.items()}
     write_jsonl(folder / "corpus.jsonl", ({"_id": f"d{i}", "title": "", "text": pair.passage} for i, pair in enumerate(pairs)))
     write_jsonl(folder / "queries.jsonl", ({"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs)))
     for split, members in splits.items():
