@@ -94,7 +94,7 @@ def quickstart(output: Path, settings: Settings, say: Callable[[str], None] = pr
         seed=settings.seed,
     )
     say(f"{len(pairs):,} pairs, {settings.test:,} of them for testing. Training an encoder to start from on half of the others ...")
-    _finish(output, {_train(output, START, output / "encoder", settings.start_options, threads=PARALLEL): START})
+    _finish(output, {start_training(output, START, output / "encoder", settings.start_options, threads=PARALLEL): START})
     say(f"Fine-tuning it by {len(COMPARED)} methods, {PARALLEL} at a time ...\n  logs: {output / 'runs'}/*.log")
     _train_all(output, settings, say)
     say("Searching the whole collection with each model ...")
@@ -125,7 +125,7 @@ def _train_all(output: Path, settings: Settings, say: Callable[[str], None]) -> 
         while waiting and len(running) < PARALLEL:
             name = waiting.pop(0)
             options = {**settings.train_options, **COMPARED[name]}
-            running[_train(output, name, run_folder(output, START) / "model", options)] = name
+            running[start_training(output, name, run_folder(output, START) / "model", options)] = name
         name = _finish(output, running)
         say(f"  {name}: done after {time.perf_counter() - started:.0f} s")
 
@@ -144,11 +144,11 @@ def _finish(output: Path, running: dict[int, str]) -> str:
     return name
 
 
-def _train(output: Path, name: str, model: Path, options: dict[str, Any], threads: int = 1) -> int:
-    """The process that trains."""
+def start_training(output: Path, name: str, model: Path, options: dict[str, Any], threads: int = 1, data: Path | None = None) -> int:
+    """The process that trains `model` by `contaccum train` with these options, in the run folder of that name."""
     run = run_folder(output, name)
-    run.parent.mkdir(exist_ok=True)
-    given = {"data": output / "data", "model": model, "output": run, **options}
+    run.parent.mkdir(parents=True, exist_ok=True)
+    given = {"data": data or output / "data", "model": model, "output": run, **options}
     words = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", *(() if value is True else (str(value),)))]
     alone = {
         "OMP_NUM_THREADS": str(threads),
