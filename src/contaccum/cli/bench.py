@@ -78,7 +78,7 @@ def bench(
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Rows of `measure` as a table."""
-    head = ["way", "N_total", "n", "bank", "towers", "ms an update", "over gradaccum", "samples/s", "peak MB", "of bf16 peak"]
+    head = ["variant", "N_total", "n", "bank", "towers", "ms an update", "over gradaccum", "samples/s", "peak MB", "of bf16 peak"]
     return [head, *map(_line, rows)]
 
 

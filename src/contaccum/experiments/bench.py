@@ -6,7 +6,7 @@ Inputs are random token ids, of fixed length or padded to the longest of a micro
 
 `peak_bytes` is what was allocated at most; with CUDA graphs what was reserved, which is a little more.
 
-`peak_share` is the share of the GPU's dense bf16 peak, whatever precision the way computes in. Counted are the products of a forward and a
+`peak_share` is the share of the GPU's dense bf16 peak, whatever precision the variant computes in. Counted are the products of a forward and a
 backward pass on real tokens: 6 per weight of the layers and token, and 12 * layers * width * length per token for attention; by GradCache
 and with checkpointing a third more each, for another forward pass.
 """
@@ -50,7 +50,7 @@ BF16_PEAKS = {"H200": 989e12, "H100 80GB HBM3": 989e12, "A100-SXM": 312e12}
 
 @dataclass(frozen=True)
 class Case:
-    """A way and its workload."""
+    """A variant and its workload."""
 
     way: str
     work: Workload
@@ -258,7 +258,7 @@ def _check(size: str, cases: Sequence[Case], rounds: int, updates: int, cuda: bo
         raise ValueError(f"rounds={rounds} and updates={updates} must be 1 or more")
     for way, work in ((case.way, case.work) for case in cases):
         if way not in VARIANTS:
-            raise ValueError(f"way {way!r} is unknown; choose among {', '.join(VARIANTS)}")
+            raise ValueError(f"variant {way!r} is unknown; choose among {', '.join(VARIANTS)}")
         if work.n_local < 1 or work.n_total % work.n_local:
             raise ValueError(f"n_total={work.n_total} is not a multiple of n_local={work.n_local}")
         for name, least in {"n_total": 1, "query_tokens": 1, "passage_tokens": 1, "hard_negatives": 0, "bank": 0}.items():

@@ -1,4 +1,4 @@
-"""What `bench` measures: an update's workload, the ways of making it, and the towers and texts that they are made with."""
+"""What `bench` measures: an update's workload, its variants, and the towers and texts that they are made with."""
 
 from __future__ import annotations
 
