@@ -41,7 +41,7 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
     for colour, (method, label) in enumerate((("contaccum", "contaccum"), ("gradaccum", "gradient accumulation"))):
         points = [(row["n"], row["metrics"]["MRR"]) for row in rows if row["method"] in (method, "dpr" if method == "gradaccum" else "")]
         axis.plot(*zip(*points, strict=True), marker="o", color=f"C{colour}", label=label)
-    axis.annotate("one batch of 128", points[-1], xytext=(-8, -14), textcoords="offset points", ha="right", fontsize=9)
+    axis.annotate("one batch of 128", points[-1], xytext=(0, 8), textcoords="offset points", ha="right", fontsize=9)
     axis.set(xscale="log", xlabel="samples in memory at once (128 per update)", ylabel="MRR")
     axis.set_xticks([2, 8, 32, 128], ["2", "8", "32", "128"])
     axis.set_xticks([], minor=True)

@@ -10,7 +10,7 @@ import pytest
 from sentence_transformers import SentenceTransformerTrainer
 
 from contaccum import ContAccumCallback, ContAccumLoss
-from contaccum.adapters.checkpoints import last_complete_checkpoint
+from contaccum.adapters.checkpoint_folders import last_complete_checkpoint
 from contaccum.common.errors import CheckpointError
 from test_trainer import assert_bit_equal, dataset, state_of, trained
 

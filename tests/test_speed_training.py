@@ -14,9 +14,9 @@ import torch
 from contaccum.methods.config import TrainConfig, load_config
 from contaccum.methods.table import get_method, split_update
 from contaccum.towers.speed import compile_towers, encoders, has_flash_attention, unpad_towers, unpads_by_itself
-from contaccum.training.arguments import tokenizing_workers, training_arguments
 from contaccum.training.logfile import read_log
 from contaccum.training.run import train
+from contaccum.training.trainer_arguments import tokenizing_workers, training_arguments
 from test_train import assert_bit_equal, final_state, options
 
 

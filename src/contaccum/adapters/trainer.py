@@ -15,7 +15,7 @@ from sentence_transformers import SentenceTransformerTrainer
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from contaccum.adapters.checkpoints import checkpoint_folder, is_complete, last_complete_checkpoint, resumed_folder
+from contaccum.adapters.checkpoint_folders import checkpoint_folder, is_complete, last_complete_checkpoint, resumed_folder
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.common.errors import CheckpointError
 from contaccum.common.outputs import whole_path

@@ -6,9 +6,9 @@ Inputs are random token ids, of fixed length or padded to the longest of a micro
 
 `peak_bytes` is what was allocated at most; with CUDA graphs what was reserved, which is a little more.
 
-`peak_share` is the share of the GPU's dense bf16 peak, whatever precision the variant computes in. Counted are the products of a forward and a
-backward pass on real tokens: 6 per weight of the layers and token, and 12 * layers * width * length per token for attention; by GradCache
-and with checkpointing a third more each, for another forward pass.
+`peak_share` is the share of the GPU's dense bf16 peak, whatever precision the variant computes in. Counted are the products of a forward
+and a backward pass on real tokens: 6 per weight of the layers and token, and 12 * layers * width * length per token for attention; by
+GradCache and with checkpointing a third more each, for another forward pass.
 """
 
 from __future__ import annotations

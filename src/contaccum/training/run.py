@@ -22,7 +22,7 @@ from sentence_transformers.sentence_transformer.evaluation import InformationRet
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from contaccum.adapters.checkpoints import last_complete_checkpoint
+from contaccum.adapters.checkpoint_folders import last_complete_checkpoint
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.common.errors import CheckpointError
@@ -39,10 +39,10 @@ from contaccum.methods.table import Batches, get_method, split_update
 from contaccum.towers.cuda_graphs import check_graphs, graph_towers
 from contaccum.towers.dual_encoder import dual_encoder
 from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
-from contaccum.training.arguments import training_arguments
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
 from contaccum.training.runlog import EpochForNegatives, Progress, RunLog
+from contaccum.training.trainer_arguments import training_arguments
 
 
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
