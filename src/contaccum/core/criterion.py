@@ -43,9 +43,10 @@ class MicroStep:
 class DualBankInfoNCE(nn.Module):
     """InfoNCE over the current micro-batch and a bank of past queries and passages.
 
-    Equals `contaccum.core.infonce.naive_dual_bank_infonce`, loss and gradients, at a cost linear in the bank. In training each call reads
-    the bank and then lets the micro-batch enter; in evaluation mode or under `torch.no_grad()` the loss is the in-batch one
-    and the bank is neither read nor written.
+    With `drift_correction=None` this equals `contaccum.core.infonce.naive_dual_bank_infonce`, loss and gradients, at a cost linear in the
+    bank. The default also corrects the stored vectors and the gradients on the passages. In training each call reads the bank and then
+    lets the micro-batch enter; in evaluation mode or under `torch.no_grad()` the loss is the in-batch one and the bank is neither read
+    nor written.
 
     Args:
         bank_size: tuples (query, positive, hard negatives) whose passages are kept. 0: plain in-batch InfoNCE. "auto": 1,024 until
