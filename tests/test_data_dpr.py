@@ -102,7 +102,7 @@ def test_splits_by_option_and_two_candidates(tmp_path: Path, out: Path) -> None:
         write(tmp_path / "in" / name, json.dumps([dpr_record(name)]))
     assert_refused(tmp_path / "in", out, "both biencoder-nq-adv-hn-train.json and biencoder-nq-train.json; choose with --train")
     train = tmp_path / "in" / "biencoder-nq-train.json"
-    summary = prepare(None, out, files={"train": train, "test": train})
+    summary = prepare(None, out, train=train, test=train)
     assert list(summary.splits) == ["train", "test"]
     assert load_training_set(out, "test")["query"][0] == train.name
 

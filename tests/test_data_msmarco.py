@@ -53,11 +53,11 @@ def test_msmarco_keeps_negatives_well_below_the_lowest_positive(tmp_path: Path, 
 
 def test_msmarco_options(tmp_path: Path, out: Path) -> None:
     folder = msmarco_folder(tmp_path / "in")
-    prepare(folder, out, systems=("dense", "bm25"), margin=2.0)
+    prepare(folder, out, system=("dense", "bm25"), margin=2.0)
     assert load_training_set(out)["negatives"][:] == [["p24", "p20", "p21", "p22"]] * 2 + [["p20", "p25"]]  # in turn, each once
-    prepare(folder, out.with_name("one"), systems=("dense", "bm25"), max_negatives=1)
+    prepare(folder, out.with_name("one"), system=("dense", "bm25"), max_negatives=1)
     assert load_training_set(out.with_name("one"))["negatives"][:] == [["p24"]] * 2
-    assert_refused(folder, out.with_name("sub") / "out", "no negatives of splade; it has those of bm25, dense", systems=("splade",))
+    assert_refused(folder, out.with_name("sub") / "out", "no negatives of splade; it has those of bm25, dense", system=("splade",))
 
 
 def test_numpy_scores_equal_plain_ones(tmp_path: Path) -> None:

@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 
 from contaccum.data.prepare import prepare
-from contaccum.data.readers import csv_jsonl_parquet as pairs
 from contaccum.data.training_set import load_training_set
 from data_files import TRIPLETS, assert_refused, out_folder, write, write_pairs
 
-QA = pairs.Columns("q", "a", ("n", "m"))
+QA = {"query_column": "q", "positive_column": "a", "negative_column": ("n", "m")}
 
 out = pytest.fixture(out_folder)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.csv", "a.csv.xz", "a.tsv", "a.parquet"])
 def test_pairs_come_from_any_table(tmp_path: Path, out: Path, name: str) -> None:
-    summary = prepare(write_pairs(tmp_path / name, TRIPLETS), out, columns=QA)
+    summary = prepare(write_pairs(tmp_path / name, TRIPLETS), out, **QA)
     assert summary.format == "pairs"
     rows = load_training_set(out)
     assert rows["query"][:] == [record["q"] for record in TRIPLETS]
@@ -41,8 +40,8 @@ def test_usual_columns_need_no_option(tmp_path: Path, out: Path, name: str) -> N
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.parquet"])
 def test_a_wrong_column_name_lists_those_there(tmp_path: Path, out: Path, name: str) -> None:
     path = write_pairs(tmp_path / name, TRIPLETS)
-    assert_refused(path, out, "no column question; columns there: q, a, n, m", columns=pairs.Columns("question", "a"))
-    assert_refused(path, out, "no column wrong; columns there: q, a, n, m", columns=pairs.Columns("q", "a", ("wrong",)))
+    assert_refused(path, out, "no column question; columns there: q, a, n, m", **{**QA, "query_column": "question"})
+    assert_refused(path, out, "no column wrong; columns there: q, a, n, m", **{**QA, "negative_column": ("wrong",)})
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_a_bad_table_is_refused(tmp_path: Path, out: Path, name: str, content: s
 def test_a_folder_of_tables_is_read_by_datasets(tmp_path: Path, out: Path, monkeypatch) -> None:
     write_pairs(tmp_path / "in" / "train.jsonl", TRIPLETS)
     write_pairs(tmp_path / "in" / "validation.jsonl", TRIPLETS[:1])
-    summary = prepare(tmp_path / "in", out, columns=QA)
+    summary = prepare(tmp_path / "in", out, **QA)
     assert {split: counts.rows for split, counts in summary.splits.items()} == {"train": 3, "dev": 1}
     again = prepare(out, out.with_name("again"), max_negatives=1)  # what `prepare` or `save_to_disk` wrote
     assert {split: counts.rows for split, counts in again.splits.items()} == {"train": 3, "dev": 1}

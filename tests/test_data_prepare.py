@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from contaccum.common.errors import DataError
 from contaccum.data.prepare import prepare
 from contaccum.data.readers import beir
-from contaccum.data.readers import csv_jsonl_parquet as pairs
 from contaccum.data.training_set import load_training_set
 from data_files import TRIPLETS, assert_refused, out_folder, write_pairs
 
@@ -26,7 +25,7 @@ def test_what_does_not_exist_is_refused(tmp_path: Path, out: Path) -> None:
     assert_refused(tmp_path / "none.jsonl", out, "does not exist")
     assert_refused(tmp_path / "none", out, "does not exist")
     assert_refused("nobody/nothing", out, "neither a file that exists nor a data set")
-    assert_refused(None, out, "does not exist", files={"train": tmp_path / "none.json"})
+    assert_refused(None, out, "does not exist", train=tmp_path / "none.json")
     for options in ({"format": "word"}, {"max_negatives": -1}, {"margin": float("nan")}):
         with pytest.raises(ValueError, match="use"):
             prepare(tmp_path, out, **options)
@@ -77,7 +76,7 @@ def test_held_out_rows_are_a_test_split_and_a_folder_to_judge_by(tmp_path: Path,
     file = tmp_path / "faq.csv"
     with open(file, "w", newline="", encoding="utf-8") as rows:
         csv.writer(rows).writerows([("q", "a"), *((f"question {i // 2}", f"answer {i}") for i in range(200))])
-    prepare(file, out, columns=pairs.Columns("q", "a"), hold_out=0.2)
+    prepare(file, out, query_column="q", positive_column="a", hold_out=0.2)
     train, test = load_training_set(out, "train"), load_training_set(out, "test")
     assert len(train) + len(test) == 200
     assert 20 <= len(test) <= 60
@@ -94,7 +93,7 @@ def test_hold_out_mistakes(tmp_path: Path, out: Path, share: float, message: str
     file = tmp_path / "a.jsonl"
     file.write_text('{"query": "q", "positive": "p"}\n')
     with pytest.raises(ValueError, match=message):
-        prepare(None, out, files={"train": file, "test": file}, hold_out=share)
+        prepare(None, out, train=file, test=file, hold_out=share)
     assert not out.exists()
 
 

@@ -25,9 +25,9 @@ runs = pytest.fixture(two_methods)
 
 
 def test_exports_hold_what_the_page_shows(runs: list[Path], tmp_path: Path) -> None:
-    files = {"json_output": tmp_path / "out" / "r.json", "markdown": tmp_path / "out" / "t.md"}
+    files = {"json": tmp_path / "out" / "r.json", "markdown": tmp_path / "out" / "t.md"}
     summary = report(runs, tmp_path / "out" / "r.html", **files, compare=[("contaccum", "gradaccum")])
-    told = json.loads(files["json_output"].read_text())
+    told = json.loads(files["json"].read_text())
     assert told["headline"] == "MRR@10"
     assert told["reference"] == "contaccum"
     assert [row["name"] for row in told["results"]] == ["gradaccum", "contaccum"]
@@ -64,7 +64,7 @@ def test_a_run_of_log_and_config_alone_gives_a_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", finished=False)
     (run / "run.json").unlink()
     (run / "log.jsonl").write_text((run / "log.jsonl").read_text() + '{"update": 131, "lo')  # cut off
-    summary = report([run], tmp_path / "r.html", json_output=tmp_path / "r.json", markdown=tmp_path / "t.md")
+    summary = report([run], tmp_path / "r.html", json=tmp_path / "r.json", markdown=tmp_path / "t.md")
     assert "none was evaluated" in verdict(summary)
     assert list(notes(summary)) == ["contaccum: the run is not finished (updates so far: 130)."]
     page = (tmp_path / "r.html").read_text()
@@ -97,7 +97,7 @@ def test_what_is_missing_is_said_and_nothing_crashes(lost: str, runs: list[Path]
     else:
         (runs[0] / "evaluation.json").unlink()
         reason = "gradaccum: 1 of 2 seeds is without evaluation."
-    report(runs, tmp_path / "r.html", json_output=tmp_path / "r.json", markdown=tmp_path / "t.md")
+    report(runs, tmp_path / "r.html", json=tmp_path / "r.json", markdown=tmp_path / "t.md")
     assert reason in (tmp_path / "r.html").read_text()
 
 
@@ -143,7 +143,7 @@ def test_runs_must_be_given_once_and_the_output_be_a_file(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="is a folder; give --output a file"):
         report([run], tmp_path)
     log = (run / "log.jsonl").read_bytes()
-    for output, more in ((run / "log.jsonl", {}), (tmp_path / "r.html", {"json_output": run / "log.jsonl"})):
+    for output, more in ((run / "log.jsonl", {}), (tmp_path / "r.html", {"json": run / "log.jsonl"})):
         with pytest.raises(ValueError, match=r"log.jsonl is also read or written here and would be replaced"):
             report([run], output, **more)
     assert (run / "log.jsonl").read_bytes() == log

@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_finite_is_left_out_and_told(tmp_path: Path) -> None:
     summary = summary_of([run])
     assert loss_curve(summary.rows[0].runs[0]) == {1: 1.0, 3: 3.0}
     assert "contaccum: the loss of 1 updates is not finite; they are left out of the curve." in list(notes(summary))
-    report([run], tmp_path / "r.html", json_output=tmp_path / "r.json")
+    report([run], tmp_path / "r.html", json=tmp_path / "r.json")
     assert "NaN" not in (tmp_path / "r.json").read_text()
 
 

@@ -11,18 +11,21 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Optional
 
 import typer
+from typer.core import TyperCommand
 
 import contaccum
 from contaccum.cli.base import app, default_text, whole_numbers
 
 ROOT = Path(contaccum.__file__).parent
-NO_OPTIONS = ("progress",)  # for callers in Python
-KINDS = {"bool": bool, "int": int, "float": float}
+NO_OPTIONS = ("progress", "names", "title", "introduction", "provenance")  # for callers in Python
+PAIRS = "Sequence[tuple[str, str]]"
+KINDS: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str, ...]": list[str], PAIRS: list[str]}  # lists: repeatable
 
 
 class Parameter(NamedTuple):
@@ -38,26 +41,30 @@ class Described(NamedTuple):
     parameters: list[Parameter]
 
 
-def command(module: str, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the function `name` of `module` as a command. What is decorated shows its result, and has the examples in its docstring."""
+def command(module: str, name: str, cls: type[TyperCommand] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register the function `name` of `module` as a command. What is decorated shows its result, and has the examples in its docstring.
+
+    With --json the result is printed as JSON, unless the function has a parameter `json` of its own.
+    """
 
     def decorate(show: Callable[..., None]) -> Callable[..., None]:
         described = describe(module, name)
         kinds = {parameter.name: parameter.kind for parameter in described.parameters}
         nullable = {parameter.name for parameter in described.parameters if parameter.default is None and parameter.needed}
 
-        def run(json_: bool, **values: Any) -> None:
-            options = {key: _parsed(key, value, kinds[key]) for key, value in values.items() if value is not None or key in nullable}
+        def run(json_: bool = False, **values: Any) -> None:
+            options = {key: _parsed(key, value, kinds[key]) for key, value in values.items() if value not in (None, []) or key in nullable}
             result = getattr(importlib.import_module(module), name)(**options)
-            print(json.dumps(result)) if json_ else show(result, **options)
+            print(json.dumps(result, default=asdict)) if json_ else show(result, **options)
 
-        parameters = [_option(parameter) for parameter in described.parameters]
-        as_json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
-        parameters.append(inspect.Parameter("json_", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=as_json))
+        parameters = [_option(parameter, first=not place) for place, parameter in enumerate(described.parameters)]
+        if "json" not in kinds:
+            as_json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+            parameters.append(inspect.Parameter("json_", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=as_json))
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__doc__ = f"{described.summary}\n\n{inspect.getdoc(show)}"
-        app.command(name)(run)
+        app.command(name, cls=cls)(run)
         return show
 
     return decorate
@@ -100,24 +107,26 @@ def _literal(node: ast.expr | None) -> Any:
         return ...
 
 
-def _option(parameter: Parameter) -> inspect.Parameter:
-    if parameter.default is inspect.Parameter.empty and parameter.name != "output":
-        annotation: Any = Annotated[str, typer.Argument(help=parameter.help)]
-        return inspect.Parameter(parameter.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
-    kind = KINDS.get(parameter.kind, str)
-    flag = f"--{parameter.name.replace('_', '-')}"
-    names = [flag] if kind is not bool else [f"{flag}/--no-{flag[2:]}" if parameter.default else flag]
-    text = parameter.help + default_text(parameter.default if isinstance(parameter.default, (int, float, str)) else None)
-    if parameter.default is inspect.Parameter.empty:
-        return inspect.Parameter(
-            parameter.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, typer.Option(*names, help=parameter.help)]
-        )
-    annotation = Annotated[Optional[kind], typer.Option(*names, help=text, show_default=False)]  # noqa: UP045
-    return inspect.Parameter(parameter.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+def _option(parameter: Parameter, first: bool) -> inspect.Parameter:
+    """An argument for what the function cannot do without, but for the output; options for the rest."""
+    required = parameter.default is inspect.Parameter.empty
+    kind, default = KINDS.get(parameter.kind, str), inspect.Parameter.empty if required else None
+    if (required and parameter.name != "output") or (first and parameter.needed):
+        kind = list[str] if parameter.kind.startswith("Sequence") else str
+        given: Any = typer.Argument(help=parameter.help)
+    else:
+        flag = f"--{parameter.name.replace('_', '-')}"
+        names = [flag if kind is not bool or parameter.default is False else f"{flag}/--no-{flag[2:]}"]
+        text = parameter.help + default_text(parameter.default if isinstance(parameter.default, (int, float, str)) else None)
+        given = typer.Option(*names, help=text, show_default=False, metavar="A B" if parameter.kind == PAIRS else None)
+    annotation: Any = Annotated[kind if required else Optional[kind], given]  # noqa: UP045
+    return inspect.Parameter(parameter.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _parsed(name: str, value: Any, kind: str) -> Any:
-    """Several values stand with commas between."""
+    """Several values stand with commas between; what is repeatable arrives as a list."""
+    if kind == PAIRS:
+        return list(zip(value[::2], value[1::2], strict=True))
     if kind == "Sequence[int]":
         return whole_numbers(f"--{name}", value, "20,100")
     return [part.strip() for part in value.split(",")] if kind == "Sequence[str]" else value

@@ -14,10 +14,11 @@ from tqdm import tqdm
 
 from contaccum.common.errors import DataError
 from contaccum.common.outputs import check_output, write_json
+from contaccum.data.download import download as fetch_files
+from contaccum.data.download import files_of
 from contaccum.data.held_out import check_hold_out, write_judged
 from contaccum.data.held_out import hold_out as hold_back
 from contaccum.data.readers.csv_jsonl_parquet import Columns
-from contaccum.data.readers.msmarco import MARGIN, SYSTEMS
 from contaccum.data.readers.rows import Tally, TrainingRow
 from contaccum.data.sources import FORMATS, ReadOptions, detect, open_splits
 from contaccum.data.training_set import FEATURES, quiet_datasets
@@ -56,9 +57,6 @@ class PrepareSummary:
     format: str
     splits: dict[str, SplitSummary]
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def table(self) -> str:
         """Counts and samples as plain text."""
         lines = [f"{'split':<8}{'rows':>12}{'dropped':>12}   negatives per row (min, mean, max)"]
@@ -85,27 +83,56 @@ def prepare(
     output: str | Path,
     format: str = "auto",
     *,
-    files: Mapping[str, str | Path] | None = None,
-    columns: Columns | None = None,
+    train: str | Path | None = None,
+    dev: str | Path | None = None,
+    test: str | Path | None = None,
+    query_column: str = "query",
+    positive_column: str = "positive",
+    negative_column: tuple[str, ...] = (),
     subset: str | None = None,
-    require_negatives: bool | None = None,
     max_negatives: int | None = None,
-    systems: tuple[str, ...] = SYSTEMS,
-    margin: float = MARGIN,
+    require_negatives: bool | None = None,
+    system: tuple[str, ...] = ("bm25",),
+    margin: float = 3.0,
     hold_out: float | None = None,
+    download: str | None = None,
+    passages: bool = False,
 ) -> PrepareSummary:
-    """Write the training set of `source` to the folder `output`, which must not exist or be empty, whole or not at all.
+    """Bring any data set into the one form that `mine` and `train` read, splits kept.
 
-    `source` is a file, a folder or the name of a data set on the hub; `files` names one file per split (formats dpr and pairs).
-    Memory stays bounded: of the texts, only a collection's queries and the rows of one batch are held. With `hold_out`, that share of the
-    training rows becomes a test split, and `output/beir` a BEIR folder to judge a model by it.
+    Args:
+        source: file, folder or name of a data set on the hub
+        output: folder to write; must not exist or be empty
+        format: auto, dpr, beir, msmarco or pairs
+        train, dev, test: file of this split (dpr, pairs)
+        query_column: column of the query (pairs)
+        positive_column: column of the relevant passage (pairs)
+        negative_column: column of hard negatives, repeatable (pairs; default: negative, negatives, negative_1, ...)
+        subset: configuration of a data set on the hub (pairs)
+        max_negatives: keep at most so many negatives a row (default: all; msmarco: 5)
+        require_negatives: drop records without a negative (dpr; default: yes, unless the whole file has none)
+        system: whose hard negatives, repeatable (msmarco; default: bm25)
+        margin: a negative must score so far below the positive (msmarco)
+        hold_out: share of the training rows to keep for a test split, as 0.1; OUTPUT/beir is then a folder to judge by
+        download: first fetch nq, trivia, webq, trec or msmarco into SOURCE (default: downloads/NAME)
+        passages: with --download: DPR's 21 million Wikipedia passages too
+
+    The output is written whole or not at all. Memory stays bounded: of the texts, only a collection's queries and the rows of one batch
+    are held.
     """
-    output, name = Path(output), None if source is None else str(source)
-    paths = {split: Path(path) for split, path in (files or {}).items()}
-    _check(name, paths, output, format, max_negatives, margin)
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DataError(f"{output} exists and is not an empty folder; choose another --output or remove it")
+    if download is not None:
+        source = source or f"downloads/{download}"
+        fetch_files(files_of(download, passages), Path(source))
+    name = None if source is None else str(source)
+    paths = {split: Path(path) for split, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
+    _check(name, paths, format, max_negatives, margin)
     check_output(output)
     kind = detect(name, paths) if format == "auto" else format
-    options = ReadOptions(columns or Columns(), subset, require_negatives, tuple(systems), margin, max_negatives)
+    columns = Columns(query_column, positive_column, tuple(negative_column))
+    options = ReadOptions(columns, subset, require_negatives, tuple(system), margin, max_negatives)
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
         scratch = Path(folder)
@@ -127,7 +154,7 @@ def _with_test(whole: SplitSummary, scratch: Path, share: float) -> dict[str, Sp
     return parts
 
 
-def _check(source: str | None, paths: Mapping[str, Path], output: Path, format: str, max_negatives: int | None, margin: float) -> None:
+def _check(source: str | None, paths: Mapping[str, Path], format: str, max_negatives: int | None, margin: float) -> None:
     if format not in FORMATS:
         raise ValueError(f"format {format!r}: use one of {', '.join(FORMATS)}")
     if source is None and not paths:
@@ -139,12 +166,6 @@ def _check(source: str | None, paths: Mapping[str, Path], output: Path, format: 
         raise ValueError(f"max_negatives {max_negatives}: use 0 or more")
     if not margin >= 0:
         raise ValueError(f"margin {margin}: use 0 or more; a negative is kept if it scores at least this far below the positive")
-    require_free(output)
-
-
-def require_free(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DataError(f"{output} exists and is not an empty folder; choose another --output or remove it")
 
 
 def _write(rows: Any, split: str, path: Path, max_negatives: int | None) -> SplitSummary:
@@ -186,7 +207,7 @@ def _save(summary: PrepareSummary, scratch: Path, output: Path, judged: bool) ->
         datasets.DatasetDict(tables).save_to_disk(str(whole))
     if judged:
         write_judged(tables, whole / "beir")
-    write_json(whole / SUMMARY_FILE, summary.as_dict())
+    write_json(whole / SUMMARY_FILE, asdict(summary))
     if output.exists():
         output.rmdir()
     os.replace(whole, output)

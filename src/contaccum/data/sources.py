@@ -29,11 +29,11 @@ class ReadOptions:
     """How a source is read; each field is used by the formats it names."""
 
     columns: pairs.Columns
-    subset: str | None = None  # pairs: of a data set on the hub
-    require_negatives: bool | None = None  # dpr
-    systems: tuple[str, ...] = msmarco.SYSTEMS
-    margin: float = msmarco.MARGIN  # msmarco
-    max_negatives: int | None = None  # all formats; None keeps all, of MS MARCO `msmarco.NEGATIVES_PER_QUERY`
+    subset: str | None  # pairs: of a data set on the hub
+    require_negatives: bool | None  # dpr
+    systems: tuple[str, ...]  # msmarco
+    margin: float  # msmarco
+    max_negatives: int | None  # all formats; None keeps all, of MS MARCO `msmarco.NEGATIVES_PER_QUERY`
 
 
 def detect(source: str | None, files: Mapping[str, Path]) -> str:

@@ -105,7 +105,7 @@ def quickstart(output: Path, settings: Settings, say: Callable[[str], None] = pr
     return report(
         list(folders.values()),
         output / "report.html",
-        json_output=output / "results.json",
+        json=output / "results.json",
         metric="MRR",
         names={run: name for name, run in folders.items()},
         title="contaccum quickstart",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ TITLE = "Training runs compared"
 
 def report(
     runs: Sequence[str | Path],
-    output: str | Path,
+    output: str | Path = "report.html",
     *,
-    json_output: str | Path | None = None,
+    json: str | Path | None = None,
     markdown: str | Path | None = None,
     metric: str | None = None,
     baseline: str | None = None,
@@ -37,19 +37,24 @@ def report(
     introduction: str = "",
     provenance: Mapping[str, Any] | None = None,
 ) -> Summary:
-    """Write the page `output`, its plots to the folder OUTPUT-plots beside it, and return what they show.
+    """Any set of runs as one page: what happened, and which is better?
 
     Args:
-        runs: folders that `contaccum train` wrote; those that differ only in their seed become one row, with mean and deviation.
-        json_output, markdown: files for the same as data and as tables.
-        metric: ranks the runs; None: MRR@10 or what else all have.
-        baseline: a row's name or a run's folder, which all are tested against; None: the best.
-        compare: pairs of such, compared by every metric; the first pair also opens the query browser.
-        names: of rows, by the folder of their first run; None: made of the configuration.
-        introduction: plain text, below the verdict. provenance: of the whole, besides that of each run.
+        runs: folders that contaccum train wrote; those that differ only in seed become one row, with mean and deviation
+        output: page to write; plots go to the folder OUTPUT-plots beside it
+        json: also write the results as JSON
+        markdown: also write the tables as Markdown
+        metric: ranks the runs (default: MRR@10 or what else all have)
+        baseline: run folder, or name in the table, that all are tested against (default: the best)
+        compare: two run folders, or names in the table: every metric's difference, interval and test; repeatable
+        names: of rows, by the folder of their first run; None: made of the configuration
+        introduction: plain text, below the verdict
+        provenance: of the whole, besides that of each run
+
+    Returns what the page shows. The first pair of `compare` also opens its query browser.
     """
     folders = [Path(run) for run in runs]
-    _check(folders, {"--output": output, "--json": json_output, "--markdown": markdown})
+    _check(folders, {"--output": output, "--json": json, "--markdown": markdown})
     rows = rows_of([read_run_folder(folder) for folder in folders], names)
     summary = summarise(rows, metric, baseline, compare)
     drawn = list(drawings(summary))
@@ -62,9 +67,9 @@ def report(
         except (ValueError, OSError) as error:
             reason = f"There is no query browser: {error}."
     _write(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
-    if json_output is not None:
+    if json is not None:
         results = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
-        _write(json_output, json.dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        _write(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if markdown is not None:
         _write(markdown, as_text(summary))
     return summary

@@ -23,8 +23,6 @@ from contaccum.data.readers.scores import msmarco_id, read_scores
 
 NEGATIVES_FILE = "msmarco-hard-negatives.jsonl"
 SCORES_FILE = "cross-encoder-ms-marco-MiniLM-L-6-v2-scores.pkl"
-SYSTEMS = ("bm25",)
-MARGIN = 3.0
 NEGATIVES_PER_QUERY = 5
 
 
@@ -113,9 +111,9 @@ def training_rows(
     queries: TextLookup,
     corpus: TextLookup,
     tally: Tally,
-    systems: Sequence[str] = SYSTEMS,
-    margin: float = MARGIN,
-    negatives_per_query: int = NEGATIVES_PER_QUERY,
+    systems: Sequence[str],
+    margin: float,
+    negatives_per_query: int,
 ) -> Iterator[TrainingRow]:
     """A row per query and positive, in the order of the hard-negative file; queries that keep no negative are dropped and counted."""
     source = find(folder, NEGATIVES_FILE)
