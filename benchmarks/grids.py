@@ -34,13 +34,14 @@ def by_rate(methods: list[Setting], rates: tuple[float, ...] = RATES, split: str
             yield replace(method, tied=tied, pooling="mean" if tied else "cls", epochs=1, lr=lr, similarity=similarity, split=split)
 
 
-def lr(bank: int = 1024, hard_negatives: int = 0, headline: bool = True) -> Iterator[Setting]:
+def lr(bank: int = 1024, hard_negatives: int = 0, sizes: bool = True) -> Iterator[Setting]:
+    """Ours and GradCache with three seeds; `sizes`: ours at other n, and a batch of 1,024."""
     methods = [replace(method, hard_negatives=hard_negatives) for method in (OURS, GRADCACHE, GRADACCUM, PAPER)]
     methods = [replace(method, bank=bank) if method.bank else method for method in methods]
     yield from by_rate(methods)
-    if headline:
-        yield from by_rate([replace(method, seed=seed) for method in (OURS, GRADCACHE) for seed in (1, 2)], towers=1)
-        yield from by_rate([replace(OURS, n=n) for n in (2, 32)], towers=1)
+    yield from by_rate([replace(method, seed=seed) for seed in (1, 2) for method in methods[:2]])
+    if sizes:
+        yield from by_rate([replace(OURS, n=n) for n in (2, 32)])
         yield from by_rate([LARGE], rates=(2e-4, 4e-4, 8e-4, 1.6e-3), towers=1)
 
 
@@ -75,8 +76,9 @@ def regime() -> Iterator[Setting]:
         Setting("dpr, updates of 8", n_total=8),
     ]
     sizes = [replace(paper, bank=size) for size in (128, 512, 1024)]
+    larger = [replace(method, n=32) for method in (GRADACCUM, paper, replace(OURS, bank=640))]
     yield from (replace(method, seed=seed, **schedule) for seed in (0, 1, 2) for method in main)
-    yield from (replace(method, **schedule) for method in [*ablation, *sizes])
+    yield from (replace(method, **schedule) for method in [*ablation, *sizes, *larger])
 
 
 def rivals() -> Iterator[Setting]:
@@ -87,8 +89,8 @@ def rivals() -> Iterator[Setting]:
 GRIDS: dict[str, Callable[[], Iterator[Setting]]] = {
     "lr-acl": lr,
     "lr-deb": lr,
-    "lr-deb-l6": lambda: lr(headline=False),
-    "lr-squad-wiki": lambda: lr(bank=406, hard_negatives=1, headline=False),  # 406: a sixteenth of the rows
+    "lr-deb-l6": lambda: lr(sizes=False),
+    "lr-squad-wiki": lambda: lr(bank=406, hard_negatives=1, sizes=False),  # 406: a sixteenth of the rows
     "bank": bank,
     "push": push,
     "scratch": scratch,
