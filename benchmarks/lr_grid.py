@@ -4,8 +4,8 @@ python benchmarks/lr_grid.py acl-l3.jsonl deb-l3.jsonl deb-l6.jsonl --json resul
 
 A file is named SET-ENCODER[-PART].jsonl, `_` for a hyphen in SET; grids.py lists what was run. `--earlier` adds the rows of a table
 that this script wrote before.
-"contaccum" is the default. In "push over 128" and "push over the micro-batch" the mean of the passages' gradients is over so many samples;
-the default's is over 16, or the micro-batch where that is larger.
+"contaccum" is the default. In "push over 128" and "push over the micro-batch", of an earlier commit, the mean of the passages' gradients is
+over so many samples; the default's is over 16, or the micro-batch where that is larger.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-OURS = ("contaccum", "push over the micro-batch", "push over 128")
 SHOWN = {
     "contaccum": "contaccum, n = 8",
     "gradcache": "GradCache",
@@ -47,32 +46,20 @@ def rows_of(files: Sequence[Path], earlier: Sequence[Row] = ()) -> list[Row]:
 
 
 def differences(rows: Sequence[Row]) -> list[Row]:
-    """Ours with n = 8 less GradCache, by cell and window, over the seeds that both have."""
+    """Ours with n = 8 less GradCache, by cell, over the seeds that both have."""
     shared = ("data", "encoder", "towers", "similarity", "lr")
     cells: dict[tuple[Any, ...], dict[str, dict[int, float]]] = defaultdict(dict)
     for row in rows:
-        if row["method"] == "gradcache" or (row["method"] in OURS and row["n"] == 8):
+        if row["method"] == "gradcache" or (row["method"] == "contaccum" and row["n"] == 8):
             cells[tuple(row[name] for name in shared)][row["method"]] = dict(zip(row["seeds"], row["MRR"], strict=True))
     found = []
     for key, by in cells.items():
-        theirs = by.pop("gradcache", {})
-        for method, ours in by.items():
-            values = [round(ours[seed] - theirs[seed], 2) for seed in sorted(ours.keys() & theirs.keys())]
-            if values:
-                cell = dict(zip(shared, key, strict=True))
-                found.append({**cell, "method": method, "over_gradcache": values, "mean": round(statistics.fmean(values), 2)})
+        ours, theirs = by.get("contaccum", {}), by.get("gradcache", {})
+        values = [round(ours[seed] - theirs[seed], 2) for seed in sorted(ours.keys() & theirs.keys())]
+        if values:
+            cell = dict(zip(shared, key, strict=True))
+            found.append({**cell, "over_gradcache": values, "mean": round(statistics.fmean(values), 2)})
     return found
-
-
-def as_default(rows: Sequence[Row]) -> list[Row]:
-    """With the worse of the two windows around the default's as "contaccum", n = 8, where the default itself was not run."""
-    cells: dict[tuple[Any, ...], dict[str, Row]] = defaultdict(dict)
-    for row in rows:
-        if row["method"] in OURS and row["n"] == 8:
-            cells[tuple(row[name] for name in NAMES if name != "method")][row["method"]] = row
-    missing = [by for by in cells.values() if "contaccum" not in by]
-    worse = [min(by.values(), key=lambda row: statistics.fmean(row["MRR"])) for by in missing]
-    return [*rows, *({**row, "method": "contaccum"} for row in worse)]
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
@@ -81,7 +68,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
 
     from contaccum.report.svg import save
 
-    kept = [row for row in as_default(rows) if row["towers"] == "one tower, mean" and row["method"] in SHOWN and row["n"] in (8, 128)]
+    kept = [row for row in rows if row["towers"] == "one tower, mean" and row["method"] in SHOWN and row["n"] in (8, 128)]
     panels = sorted({(row["data"], row["encoder"], row["similarity"]) for row in kept})
     figure, axes = plt.subplots(2, (len(panels) + 1) // 2, figsize=(12, 6), squeeze=False)
     for axis, panel in zip(axes.T.flatten(), panels, strict=False):
