@@ -34,6 +34,13 @@ def test_core_imports_torch_and_nothing_else() -> None:
     assert run(BLOCKED.format(blocked=OPTIONAL, code=code)).strip() == "['contaccum']"
 
 
+def test_commands_show_their_help_without_torch() -> None:
+    assert run("import sys\nfrom contaccum.cli import app\nprint(len(app.registered_commands) > 5, 'torch' in sys.modules)").split() == [
+        "True",
+        "False",
+    ]
+
+
 def test_readme_loop_runs_and_learns() -> None:
     """The example in README is run as it stands."""
     (loop,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)

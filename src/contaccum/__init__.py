@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from contaccum.core.bank import DualBank
-from contaccum.core.criterion import DualBankInfoNCE
-from contaccum.core.infonce import dual_bank_infonce, naive_dual_bank_infonce
-
 if TYPE_CHECKING:
     from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
     from contaccum.adapters.trainer import ContAccumCallback, ContAccumTrainer
+    from contaccum.core.bank import DualBank
+    from contaccum.core.criterion import DualBankInfoNCE
+    from contaccum.core.infonce import dual_bank_infonce, naive_dual_bank_infonce
     from contaccum.towers.dual_encoder import dual_encoder
 
 __version__ = "0.1.0"
@@ -27,13 +26,17 @@ __all__ = [
     "naive_dual_bank_infonce",
 ]
 
-# What needs sentence-transformers is imported when it is asked for, so that the core needs torch alone.
+# Imported when they are asked for: the core needs torch alone, and the command line shows its help without it.
 _LAZY = {
     "CachedContAccumLoss": "contaccum.adapters.losses",
     "ContAccumCallback": "contaccum.adapters.trainer",
     "ContAccumLoss": "contaccum.adapters.losses",
     "ContAccumTrainer": "contaccum.adapters.trainer",
+    "DualBank": "contaccum.core.bank",
+    "DualBankInfoNCE": "contaccum.core.criterion",
+    "dual_bank_infonce": "contaccum.core.infonce",
     "dual_encoder": "contaccum.towers.dual_encoder",
+    "naive_dual_bank_infonce": "contaccum.core.infonce",
 }
 
 
