@@ -122,10 +122,10 @@ def test_vectors_of_a_collapsed_model_are_ranked_without_listing_all_pairs(noise
         assert max(listed, default=0) <= len(queries) * (2 * k + exact.SPARE + 700 * exact.DENSE)
 
 
-@pytest.mark.parametrize("fast", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fast", [[torch.float32], [torch.bfloat16], [torch.bfloat16, torch.float32]], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_fast_type_of_the_proposals_changes_nothing(fast, tied, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "fast_type", lambda place, half: fast)
+    monkeypatch.setattr(exact, "fast_types", lambda place, half: fast)
     monkeypatch.setitem(exact.BLOCK_ROWS, "cpu", 100)
     matrix = random_vectors(9, 40, 0)[np.arange(900) % 9] if tied else random_vectors(900, 40, 0) + np.float16(3)
     vectors = write_vectors(tmp_path / "v", matrix, shuffled_ids(900), 2)

@@ -4,7 +4,8 @@ A score is the inner product in float64, rounded to float32; a query's result is
 definition (`brute_force`), and neither device, number of shards nor threads changes it:
 
 1. The vectors stream past in blocks. A block's scores are computed in a fast type, and every pair is proposed (query, vector) whose
-   score lies within the rounding error of the k-th best so far. That error is at most `Products.error` * |query| * |vector|.
+   score lies within the rounding error of the k-th best so far. That error is at most `Products.error` * |query| * |vector|. Where the
+   fast type is bfloat16 and many pairs lie so close together, as a trained model's do, float32 has another look.
 2. Proposed pairs, few after the first blocks, are scored in float64. Where a good part of all pairs would be proposed, as of vectors that
    are nearly alike (a collapsed model's), all are scored, and the k best of the block taken there and then.
 3. They join the running k best of their queries; only there are ids compared, and only between equal scores.
@@ -13,8 +14,9 @@ definition (`brute_force`), and neither device, number of shards nor threads cha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,8 @@ from contaccum.retrieval.topk import TopK
 BLOCK_ROWS = {"cpu": 32_768, "cuda": 262_144}
 SCORES_AT_ONCE = {"cpu": 2**23, "cuda": 2**26}  # of a block of queries with a block of vectors
 PORTION = 16_384  # of a block's vectors, in float64
-RESCORED_AT_ONCE = {"cpu": 512, "cuda": 65_536}  # on a CPU, what stays in its cache: eight times as fast as 4,096
+RESCORED_AT_ONCE = 65_536
+LENGTHS_AT_ONCE = 512  # on a CPU, what stays in its cache: six times as fast as all
 DENSE = 1 / 32  # of all pairs proposed: scoring all of them is faster
 SPARE = 16  # pairs beyond k for each query that count as few
 
@@ -56,20 +59,20 @@ def exact_search(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     asked = torch.from_numpy(np.ascontiguousarray(queries)).to(place)
     half = asked.dtype == torch.float16 and vectors.dtype == np.float16
-    products = Products(asked, fast_type(place, half))
+    kinds = [Products(asked, dtype) for dtype in fast_types(place, half)]
     best = TopK(len(queries), min(k, len(vectors)), vectors.ids_at)
     with _full_precision():
         for start, raw in ahead(vectors.blocks(of_device(BLOCK_ROWS, place))):
-            _search_block(products, torch.from_numpy(raw).to(place), start, best)
+            _search_block(kinds, torch.from_numpy(raw).to(place), start, best)
             advance(len(raw))
     return best.scores, best.rows
 
 
-def fast_type(place: torch.device, half: bool) -> torch.dtype:
-    """In which products are fast: float16 on a GPU where all vectors are so, bfloat16 on a CPU that has instructions for it."""
+def fast_types(place: torch.device, half: bool) -> list[torch.dtype]:
+    """In which products are fast: float16 on a GPU where all vectors are so, bfloat16 first on a CPU that has instructions for it."""
     if place.type == "cuda":
-        return torch.float16 if half else torch.float32
-    return torch.bfloat16 if place.type == "cpu" and torch.cpu._is_avx512_bf16_supported() else torch.float32
+        return [torch.float16 if half else torch.float32]
+    return [torch.bfloat16, torch.float32] if place.type == "cpu" and torch.cpu._is_avx512_bf16_supported() else [torch.float32]
 
 
 class Products:
@@ -109,15 +112,19 @@ class Products:
         return known[:size].view(shape)
 
 
-def _search_block(products: Products, block: Tensor, start: int, best: TopK) -> None:
+def _search_block(kinds: Sequence[Products], block: Tensor, start: int, best: TopK) -> None:
     """Steps 1 to 3 for one block, queries in blocks too."""
-    fast, queries = products.convert(block), products.queries
-    longest, by_id = 1.01 * _longest(fast), None
+    converted, queries = [products.convert(block) for products in kinds], kinds[0].queries
+    longest, by_id = 1.01 * _longest(converted[-1]), None
     size = max(1, of_device(SCORES_AT_ONCE, block.device) // len(block))
     for begin in range(0, len(queries), size):
-        errors = products.error * longest * products.lengths[begin : begin + size]
         floors = torch.from_numpy(best.floors(begin, begin + size)).to(block.device)
-        pairs = propose(products, begin, begin + len(floors), fast, floors, errors, best.k)
+        for products, fast in zip(kinds, converted, strict=True):
+            errors = products.error * longest * products.lengths[begin : begin + size]
+            share = DENSE if products is kinds[-1] else 0.0
+            pairs = propose(products, begin, begin + len(floors), fast, floors, errors, best.k, share)
+            if pairs is not None:
+                break
         if pairs is not None:
             rows, columns = pairs
             scores = _exact_scores(queries[begin : begin + size], block, rows, columns)
@@ -128,17 +135,27 @@ def _search_block(products: Products, block: Tensor, start: int, best: TopK) -> 
 
 
 def _longest(block: Tensor) -> float:
-    """Length of the longest vector; in portions, which is six times as fast on a CPU."""
-    portions = block.split(of_device(RESCORED_AT_ONCE, block.device))
+    """Length of the longest vector."""
+    portions = block.split(LENGTHS_AT_ONCE if block.device.type == "cpu" else RESCORED_AT_ONCE)
     return float(torch.stack([torch.linalg.vector_norm(part.float(), dim=1).max() for part in portions]).max())
 
 
 def _exact_scores(queries: Tensor, block: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """float64 inner products of these pairs, rounded to float32."""
-    size = of_device(RESCORED_AT_ONCE, block.device)
-    chunks = zip(rows.split(size), columns.split(size), strict=True)
+    if block.device.type == "cpu":
+        return torch.from_numpy(_scores_by_query(queries.double().numpy(), block.numpy(), rows.numpy(), columns.numpy()))
+    chunks = zip(rows.split(RESCORED_AT_ONCE), columns.split(RESCORED_AT_ONCE), strict=True)
     scores = [(queries[row].double() * block[column].double()).sum(1).float() for row, column in chunks]
     return torch.cat(scores) if scores else torch.empty(0)
+
+
+def _scores_by_query(queries: NDArray[Any], block: NDArray[Any], rows: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float32]:
+    """The same for rows in rising order, a query at a time: what it takes stays in a core's cache."""
+    scores = np.empty(len(rows), np.float32)
+    bounds = [*np.flatnonzero(np.diff(rows, prepend=-1)), len(rows)]
+    for start, end in pairwise(bounds):
+        scores[start:end] = block[columns[start:end]].astype(np.float64) @ queries[rows[start]]
+    return scores
 
 
 def _by_id(best: TopK, start: int, block: Tensor) -> Tensor:
@@ -157,21 +174,23 @@ def _best_of_all(queries: Tensor, block: Tensor, by_id: Tensor, k: int) -> tuple
     return rows, by_id[columns], scores[rows, columns]
 
 
-def propose(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs | None:
+def propose(
+    products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int, share: float = DENSE
+) -> Pairs | None:
     """Every pair of these queries and the block that can be among its query's k best, given that k others reach `floors` (-inf: none).
 
-    None where that is a good part of all.
+    None where that is more than a few for each query, and more than this share of all.
     """
     scores = products.scores(begin, end, block)  # (queries, block)
-    return _reaching(products, scores, floors - errors, errors, k)
+    return _reaching(products, scores, floors - errors, errors, k, share)
 
 
-def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor, k: int) -> Pairs | None:
+def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor, k: int, share: float) -> Pairs | None:
     passing, few = products.passing(scores, lowest), len(scores) * (2 * k + SPARE)
     if _count(passing) > few:  # as of the first block, all: its own k-th best are better floors
         kth = scores.topk(k).values[:, -1].float()
         passing = products.passing(scores, torch.maximum(lowest, kth - 2 * errors))
-        if _count(passing) > max(few, DENSE * passing.numel()):
+        if _count(passing) > max(few, share * passing.numel()):
             return None
     return _pairs(passing)
 
