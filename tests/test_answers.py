@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contaccum.data.answers import AnswerMatcher, has_answer, searchable, top_k_hits
+from contaccum.data.answers import AnswerMatcher, has_answer, searchable
 
 
 def scanned_words(text: str) -> list[str]:
@@ -292,19 +292,3 @@ def test_one_matcher_serves_many_passages(match: str) -> None:
 def test_unknown_match_is_refused() -> None:
     with pytest.raises(ValueError, match="match='exact' is unknown; choose one of string, regex"):
         has_answer(["x"], "x", "exact")
-
-
-def test_top_k_counts_questions_with_a_hit_among_their_first_k() -> None:
-    hits = [[False, True, False], [False, False, False], [True, False, True], [False, False, True], []]
-    assert top_k_hits(hits, [1, 2, 3, 100]) == {1: 1 / 5, 2: 2 / 5, 3: 3 / 5, 100: 3 / 5}
-
-
-@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1), st.integers(1, 8))
-def test_top_k_equals_its_definition(hits: list[list[bool]], k: int) -> None:
-    assert top_k_hits(hits, [k]) == {k: sum(any(flags[:k]) for flags in hits) / len(hits)}
-
-
-@pytest.mark.parametrize(("hits", "ks", "message"), [([], [1], "no question"), ([[True]], [0], "k=0")])
-def test_top_k_refuses_what_has_no_value(hits: list[list[bool]], ks: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        top_k_hits(hits, ks)

@@ -90,7 +90,7 @@ def mine(
         passages = _stored([] if method == "existing" else _texts(data, collection, mined), scratch)
         negatives = miner(mined, passages, scratch)
         if scorer is not None:
-            negatives = denoise(mined, negatives, scorer, margin=margin)
+            negatives = denoise(mined, negatives, scorer, margin)
         negatives = iter(tqdm(negatives, desc="mining", total=len(mined), unit="row", dynamic_ncols=True, disable=None))
         counts: list[int] = []
         for name in splits:
