@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from contaccum.cli.base import app, show_table, whole_numbers
+from contaccum.cli.base import app, whole_numbers
 
 
 @app.command("reproduce")
@@ -35,6 +35,7 @@ def reproduce(
     """
     from contaccum.experiments.runner import Request, planned
     from contaccum.experiments.runner import reproduce as run_reproduce
+    from contaccum.report.terminal import show_lines
 
     folder = output or Path("runs") / f"{experiment}-{dataset}"
     settings = tuple(_settings(set_ or []).items())
@@ -48,7 +49,7 @@ def reproduce(
     if json_:
         print(json.dumps(found["rows"]))
     elif found["rows"]:
-        show_table(found["table"])
+        show_lines(found["table"])
         print("  ".join(str(file) for file in found["files"]))
     if found["failed"]:
         raise SystemExit(1)

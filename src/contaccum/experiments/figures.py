@@ -9,10 +9,9 @@ from typing import Any
 from contaccum.report.plots import Bar
 from contaccum.report.plots import bars as bar_figure
 from contaccum.report.plots import lines as line_figure
-from contaccum.report.series import Series
+from contaccum.report.series import Series, over_seeds, windowed
 
 Row = dict[str, Any]
-POINTS = 60
 
 
 def bars(rows: Sequence[Row], metric: str) -> Any:
@@ -32,15 +31,13 @@ def lines(rows: Sequence[Row], x: str, y: str, curve: str) -> Any:
 
 def curves(rows: Sequence[Row], name: str, x: str, y: str, level: float | None = None) -> Any:
     """A diagnostic over the updates, a line per group, each point the mean over a window and over the seeds."""
-    found = [_over_seeds(slot, row["group"], [_windowed(d[name]) for d in row["diagnostics"]]) for slot, row in enumerate(rows)]
+    found = [over_seeds(slot, row["group"], [windowed(d[name]) for d in row["diagnostics"]]) for slot, row in enumerate(rows)]
     return line_figure([one for one in found if one.x], x, y, zero=False, level=level)
 
 
 def mass_by_age(rows: Sequence[Row]) -> Any:
     """Mass per negative passage by age in updates, as a multiple of that of age 0, mean over all measurements."""
-    found = [
-        _over_seeds(slot, row["group"], [mass_per_passage(d["sim_mass"]) for d in row["diagnostics"]]) for slot, row in enumerate(rows)
-    ]
+    found = [over_seeds(slot, row["group"], [mass_per_passage(d["sim_mass"]) for d in row["diagnostics"]]) for slot, row in enumerate(rows)]
     if not any(one.x for one in found):
         raise ValueError("no run was long enough for a mass by age to be measured; --set diagnose_every=1")
     return line_figure([one for one in found if one.x], "age in updates", "mass / mass at age 0", level=1.0)
@@ -94,15 +91,3 @@ def _banded(slot: int, name: str, points: Sequence[tuple[float, float, float]]) 
     x, y, spread = ([point[i] for point in points] for i in range(3))
     low, high = [a - b for a, b in zip(y, spread, strict=True)], [a + b for a, b in zip(y, spread, strict=True)]
     return Series(slot, name, list(x), list(y), low, high)
-
-
-def _over_seeds(slot: int, name: str, measured: Sequence[dict[float, float]]) -> Series:
-    shared = sorted(x for x in (measured[0] if measured else {}) if all(x in other for other in measured))
-    values = [[one[x] for one in measured] for x in shared]
-    return Series(slot, name, shared, [statistics.fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values])
-
-
-def _windowed(points: Sequence[tuple[float, float]]) -> dict[float, float]:
-    size = max(1, len(points) // POINTS)
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    return {statistics.fmean(x for x, _ in part): statistics.fmean(y for _, y in part) for part in parts}

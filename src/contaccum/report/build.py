@@ -66,12 +66,12 @@ def report(
             browser = query_browser(rows, summary.headline)
         except (ValueError, OSError) as error:
             reason = f"There is no query browser: {error}."
-    _write(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
+    write_text(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
     if json is not None:
         results = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
-        _write(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        write_text(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if markdown is not None:
-        _write(markdown, as_text(summary))
+        write_text(markdown, as_text(summary))
     return summary
 
 
@@ -95,13 +95,6 @@ def _check(folders: Sequence[Path], outputs: Mapping[str, str | Path | None]) ->
     for option, output in outputs.items():
         check_file(output, taken, option)
         taken.append(output)
-
-
-def _write(file: str | Path, text: str) -> None:
-    try:
-        write_text(file, text)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
 
 
 def _finite(value: Any) -> Any:
