@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets
@@ -84,7 +82,9 @@ def mine(
     # Whatever is wrong with an option or a model is reported before the collection is read, which may take long.
     miner = _miner(method, per_query, depth, match, None if stopwords == "none" else stopwords, model, filters)
     scorer = None if cross_encoder is None else load_cross_encoder(cross_encoder)
-    with _scratch_beside(output) as scratch:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:  # a rename moves what is finished
+        scratch = Path(folder)
         tables = {name: load_training_set(data, name) for name in split_names(data)}
         mined = concatenate_datasets([tables[name] for name in splits])
         passages = _stored([] if method == "existing" else _texts(data, collection, mined), scratch)
@@ -149,17 +149,6 @@ def split_names(data: Path) -> list[str]:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set again") from error
     return ["train"]
-
-
-@contextmanager
-def _scratch_beside(output: Path) -> Iterator[Path]:
-    """A hidden folder on the output's file system, so that a rename moves what is finished; it is gone afterwards, whatever happened."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch)
 
 
 def _texts(data: Path, collection: str | Path | None, mined: Dataset) -> Iterable[str]:

@@ -13,8 +13,9 @@ from contaccum.common.sizes import parse_bytes
 from contaccum.core.bank_size import auto_bank
 from contaccum.methods.table import METHODS, get_method
 
-PRECISIONS = ("fp32", "bf16", "fp16")
 CHOICES: dict[str, tuple[str | None, ...]] = {
+    "precision": ("fp32", "bf16", "fp16"),
+    "bank_dtype": (None, "float32", "bfloat16"),
     "pooling": ("cls", "mean", "lasttoken"),
     "similarity": ("dot", "cosine"),
     "gradient_scale": ("in-batch", "paper"),
@@ -24,7 +25,7 @@ ABOVE_0 = ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "d
 UNLIMITED = ("max_updates", "limit")  # where left out
 NOT_NEGATIVE = (
     *("warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"),
-    *("hard_negatives", "dev_passages", "seed"),
+    *("bank", "hard_negatives", "dev_passages", "seed"),
 )
 AUTO = 0  # n_local before it is planned
 
@@ -122,17 +123,21 @@ class TrainConfig:
         return self.bank
 
     def check(self) -> None:
-        """ValueError that names the first value that cannot be."""
+        """ValueError that names the first value that cannot be, or not on this machine."""
         import torch
 
         if not self.data:
             raise ValueError("no training set: give --data")
         if not self.output:
             raise ValueError("no run folder: give --output")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
-        if self.bank_dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"bank_dtype {self.bank_dtype!r} is unknown; choose float32 or bfloat16")
+        self.check_values()
+        if self.precision == "fp16" and not torch.cuda.is_available():
+            raise ValueError("precision fp16 needs a CUDA device; use bf16 or fp32")
+        if self.tf32 and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
+            raise ValueError("tf32 needs an NVIDIA GPU of the Ampere generation or later; leave it out")
+
+    def check_values(self) -> None:
+        """ValueError that names the first value that cannot be."""
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 listed = ", ".join("none" if choice is None else choice for choice in choices)
@@ -144,28 +149,18 @@ class TrainConfig:
         for name in ABOVE_0:
             if name in numbers and not numbers[name] > 0:
                 raise ValueError(f"{name}={numbers[name]} must be above 0" + ("; leave it out for no limit" if name in UNLIMITED else ""))
-        check_bank(self.bank)
+        if self.bank != "auto" and not isinstance(self.bank, int):
+            raise ValueError(f"bank={self.bank!r} is not a number of tuples; give one, or auto")
         for name in NOT_NEGATIVE:
             if numbers.get(name, 0) < 0:
                 raise ValueError(f"{name}={numbers[name]} is negative; use 0 or more")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
-        if self.precision == "fp16" and not torch.cuda.is_available():
-            raise ValueError("precision fp16 needs a CUDA device; use bf16 or fp32")
-        if self.tf32 and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
-            raise ValueError("tf32 needs an NVIDIA GPU of the Ampere generation or later; leave it out")
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
         get_method(self.method)
         if self.memory is not None:
             parse_bytes(self.memory)
-
-
-def check_bank(bank: int | str) -> None:
-    if bank != "auto" and not isinstance(bank, int):
-        raise ValueError(f"bank={bank!r} is not a number of tuples; give one, or auto")
-    if isinstance(bank, int) and bank < 0:
-        raise ValueError(f"bank={bank} is negative; use 0 or more")
 
 
 def with_bank(config: TrainConfig, micro_batch: int = 1, rows: int | None = None) -> TrainConfig:
