@@ -48,25 +48,25 @@ def mine(
     cross_encoder: str | Path | None = None,
     margin: float = 3.0,
 ) -> dict[str, Any]:
-    """Find hard negatives: passages that look right, are no positive and contain no answer. They replace those that the data has.
+    """Find hard negatives: passages that look right, but are no positive and hold no answer. They replace those in the data.
 
     Args:
         data: training set: a prepared folder, a BEIR folder or a .jsonl
         collection: passages .tsv or .jsonl (also .gz, .xz) or a BEIR folder; left out: DATA's own passages
         output: folder to write; must not exist or be empty
-        method: bm25, dense (by --model) or existing (check the negatives that DATA has)
-        splits: splits to mine; others are carried over (default train)
-        per_query: negatives a row, at most
-        depth: best passages to choose them from
+        method: bm25, dense (nearest by --model) or existing (check the negatives in DATA)
+        splits: splits to mine, with commas between; others stay as they are (default train)
+        per_query: most negatives a row
+        depth: how many of the best passages to choose from
         match: answers are string or regex (CuratedTREC)
-        stopwords: language whose stop words are not indexed, or none (bm25)
+        stopwords: language whose stop words are left out, or none (bm25)
         model: trained model, folder or name (dense)
-        range_min: skip so many of the nearest (dense)
-        absolute_margin: cosine at least so far below the positive's (dense)
-        relative_margin: the same as a share of the positive's, e.g. 0.05 (dense)
-        max_score: cosine at most (dense)
-        cross_encoder: cross-encoder, folder or name, that drops false negatives
-        margin: it must score a negative so far below the positive
+        range_min: skip this many of the nearest passages (dense)
+        absolute_margin: keep passages whose cosine is at least this far below the positive's (dense)
+        relative_margin: the same, as a share of the positive's cosine, e.g. 0.05 (dense)
+        max_score: keep passages whose cosine is at most this (dense)
+        cross_encoder: cross-encoder that checks the negatives, folder or name
+        margin: keep negatives that the cross-encoder scores at least this far below the positive
 
     Returns rows, rows_without_negatives, negatives, negatives_per_row, passages, seconds and peak_bytes (of this process so far).
     The folder appears when it is whole, and not before; passages and results pass through hidden files beside it. `mine.json` in it

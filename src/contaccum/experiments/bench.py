@@ -93,15 +93,15 @@ def bench(
         bank: tuples in the bank, with commas between (default 1024)
         query_tokens: tokens per query
         passage_tokens: tokens per passage
-        hard_negatives: per query
+        hard_negatives: hard negatives per query
         precision: fp32 or bf16
         lengths: of texts: fixed, or varied between a quarter of them and all
         compile: compile the towers' layers
         unpad: compute no padding
         gradient_checkpointing: recompute activations in the backward pass
         cuda_graphs: launch a tower's layers at once
-        memory: hold the CUDA allocator to this, as 11GB
-        variants: some of them, with commas between (default: all)
+        memory: limit PyTorch's GPU memory to this, as 11GB
+        variants: variants to measure, with commas between (default: all)
         rounds: turns of each variant
         updates: updates timed per turn
         output: JSON file to write

@@ -37,16 +37,16 @@ def report(
     introduction: str = "",
     provenance: Mapping[str, Any] | None = None,
 ) -> Summary:
-    """Any set of runs as one page: what happened, and which is better?
+    """Compare runs on one page: what happened, and which is better?
 
     Args:
         runs: folders that contaccum train wrote; those that differ only in seed become one row, with mean and deviation
         output: page to write; plots go to the folder OUTPUT-plots beside it
         json: also write the results as JSON
         markdown: also write the tables as Markdown
-        metric: ranks the runs (default: MRR@10 or what else all have)
+        metric: metric that ranks the runs (default: MRR@10, or another that all have)
         baseline: run folder, or name in the table, that all are tested against (default: the best)
-        compare: two run folders, or names in the table: every metric's difference, interval and test; repeatable
+        compare: two run folders, or names in the table, to compare by every metric; repeatable
         names: of rows, by the folder of their first run; None: made of the configuration
         introduction: plain text, below the verdict
         provenance: of the whole, besides that of each run

@@ -60,25 +60,25 @@ def encode(
     device: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Turn texts into vectors: a folder of shards, which `Vectors` reads.
+    """Turn texts into vectors, stored as a folder of shards.
 
-    They equal `model.encode_document` (with `queries`: `encode_query`) up to rounding; of a model whose similarity is cosine, with
-    `normalize_embeddings=True`, so that search is always by inner product. Run again after an interruption, it keeps the shards that
+    `Vectors` reads them. They equal `model.encode_document` (with `queries`: `encode_query`) up to rounding. If the model compares by
+    cosine they are normalised, so that search is always by inner product. On a GPU they are computed in fp16: it has three bits more than
+    bf16, half precision is what is stored, and a value that overflows is noticed. Run again after an interruption, it keeps the shards that
     are there: the files are the same as without one. Under torchrun the processes share the shards.
 
     Args:
-        model: trained model, folder or name (in Python also a SentenceTransformer)
-        texts: collection: BEIR folder, passages .tsv or .jsonl (also .gz, .xz); with --queries, queries
-        output: folder of shards to write, or to go on with
+        model: trained model, folder or name (in Python also the object)
+        texts: collection, as BEIR folder, .tsv or .jsonl (also .gz, .xz); with --queries, queries
+        output: folder of shards to write or continue
         queries: the texts are queries: BEIR or prepared folder, .json, .jsonl, .csv, .tsv
         split: queries of this split (BEIR and prepared folders)
         dtype: of the stored vectors: float16 or float32
         shard_size: vectors in a file; processes share the work by files
         max_seq_length: tokens per text; left out: the model's
         tokens_per_batch: tokens that the model reads at once; left out: 4096 on a CPU, 65536 on a GPU
-        precision: of the computation: fp32, bf16 or fp16; left out: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and half
-            precision is what is stored; a value that overflows is noticed)
-        device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one
+        precision: of the computation: fp32, bf16 or fp16; left out: fp32 on a CPU, fp16 on a GPU
+        device: cpu, cuda, cuda:1, ...; left out: a GPU if there is one
     """
     from contaccum.retrieval.model import model_on_device
 

@@ -41,20 +41,20 @@ def search(
     verify: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Find each query's best passages, streaming over vectors that need not fit in memory. Exact unless `index` says otherwise.
+    """Find each query's best passages: exactly, unless an index is given. The vectors need not fit in memory.
 
     Args:
         vectors: encoded passages
         queries: encoded queries, of the same model
         output: TREC run file to write
         k: passages for each query
-        device: cpu, cuda, ...; left out: a GPU where there is one
-        index: approximate search: faiss's index factory, as IVF4096,PQ64 or HNSW32
-        index_file: where the index is kept; left out: in VECTORS
-        index_parameters: of the search in it, as nprobe=64 or efSearch=128
+        device: cpu, cuda, ...; left out: a GPU if there is one
+        index: search approximately in a faiss index, as IVF4096,PQ64 or HNSW32
+        index_file: file that keeps the index; left out: beside the vectors
+        index_parameters: settings of the search in it, as nprobe=64 or efSearch=128
         json_output: also write DPR's retriever output, with texts (.json)
-        collection: its passages; left out: what was encoded
-        query_texts: its queries and answers; left out: what was encoded
+        collection: passages for --json-output; left out: what was encoded
+        query_texts: queries and answers for --json-output; left out: what was encoded
         split: split of --query-texts
         match: answers are string or regex (CuratedTREC)
         verify: compare the vectors with their checksums
