@@ -103,7 +103,7 @@ def test_existing_output_is_refused_and_an_empty_folder_is_not(prepared: Path) -
     (prepared / "out").mkdir()
     mine(prepared / "prepared", prepared / "passages.tsv", prepared / "out")
     before = sorted(path.name for path in (prepared / "out").rglob("*"))
-    with pytest.raises(ValueError, match=r"out exists already; remove it or choose another output$"):
+    with pytest.raises(ValueError, match="out exists and is not an empty folder; choose another --output or remove it"):
         mine(prepared / "prepared", prepared / "passages.tsv", prepared / "out")
     assert sorted(path.name for path in (prepared / "out").rglob("*")) == before
 

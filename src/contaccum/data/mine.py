@@ -17,7 +17,7 @@ from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output, write_json
+from contaccum.common.outputs import check_new, write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.answers import check_match
 from contaccum.data.negatives import check_floats, check_numbers, denoise, existing, load_cross_encoder, mine_bm25, mine_dense
@@ -74,8 +74,8 @@ def mine(
     """
     started = time.monotonic()
     data, output = Path(data), Path(output)
-    _check(data, output, method, splits)
-    check_output(output)
+    check_new(output)
+    _check(data, method, splits)
     chosen = {"range_min": range_min, "absolute_margin": absolute_margin, "relative_margin": relative_margin, "max_score": max_score}
     filters = {name: value for name, value in chosen.items() if value is not None}
     check_floats(margin=margin, **filters)
@@ -104,11 +104,9 @@ def mine(
     return summary
 
 
-def _check(data: Path, output: Path, method: str, splits: Sequence[str]) -> None:
+def _check(data: Path, method: str, splits: Sequence[str]) -> None:
     if method not in MINERS:
         raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(MINERS)}")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} exists already; remove it or choose another output")
     names = split_names(data)
     if missing := [name for name in splits if name not in names]:
         raise DataError(f"{data} has no split {missing[0]!r}; it has {', '.join(names)}")

@@ -13,7 +13,7 @@ import datasets
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output, write_json
+from contaccum.common.outputs import check_new, write_json
 from contaccum.data.download import download as fetch_files
 from contaccum.data.download import files_of
 from contaccum.data.held_out import check_hold_out, write_judged
@@ -121,15 +121,13 @@ def prepare(
     are held.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DataError(f"{output} exists and is not an empty folder; choose another --output or remove it")
+    check_new(output)
     if download is not None:
         source = source or f"downloads/{download}"
         fetch_files(files_of(download, passages), Path(source))
     name = None if source is None else str(source)
     paths = {split: Path(path) for split, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
     _check(name, paths, format, max_negatives, margin)
-    check_output(output)
     kind = detect(name, paths) if format == "auto" else format
     columns = Columns(query_column, positive_column, tuple(negative_column))
     options = ReadOptions(columns, subset, require_negatives, tuple(system), margin, max_negatives)

@@ -151,10 +151,10 @@ def measure_cases(
     longest = max(max(case.work.query_tokens, case.work.passage_tokens) for case in cases)
     model = random_encoder(size, longest).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
-    turns: dict[Case, list[Turn | Failure]] = {case: [] for case in cases}
+    turns: dict[Case, list[Turn]] = {case: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
-            if not any(isinstance(turn, Failure) for turn in turns[case]):
+            if not any(turn.failed for turn in turns[case]):
                 turns[case].append(turn := _turn(case, model, optimizer, updates, seed))
                 say(_told(case, turn))
     rows = [_row(size, case, turns[case], seed) for case in cases]
@@ -165,12 +165,12 @@ def measure_cases(
     return rows
 
 
-def _told(case: Case, turn: Turn | Failure) -> str:
+def _told(case: Case, turn: Turn) -> str:
     work = case.work
     marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * VARIANTS[case.way].banked
     marks += ["compiled"] * work.compile + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing
     marks += ["CUDA graphs"] * work.graphs
-    found = turn.reason if isinstance(turn, Failure) else f"{statistics.median(turn.seconds):.3f} s"
+    found = turn.failed or f"{statistics.median(turn.seconds):.3f} s"
     return f"{case.way}, {', '.join(marks)}: {found}"
 
 
@@ -182,28 +182,23 @@ def _comparable(case: Case) -> Workload:
 @dataclass(frozen=True)
 class Turn:
     seconds: list[float]
-    peak_bytes: int | None
+    peak_bytes: int | None = None
+    failed: str | None = None  # what kept it from the end
 
 
-@dataclass(frozen=True)
-class Failure:
-    reason: str
-
-
-def _row(size: str, case: Case, turns: Sequence[Turn | Failure], seed: int) -> dict[str, Any]:
-    done = [turn for turn in turns if isinstance(turn, Turn)]
-    failed = next((turn.reason for turn in turns if isinstance(turn, Failure)), None)
+def _row(size: str, case: Case, turns: Sequence[Turn], seed: int) -> dict[str, Any]:
+    failed = next((turn.failed for turn in turns if turn.failed), None)
     row = {"way": case.way, "banked": VARIANTS[case.way].banked, "model": size, **asdict(case.work), "failed": failed}
     if failed:
         return {**row, **dict.fromkeys(("seconds", "all_seconds", "samples_per_second", "peak_bytes", "peak_share"))}
-    seconds = [second for turn in done for second in turn.seconds]
+    seconds = [second for turn in turns for second in turn.seconds]
     middle, peak = statistics.median(seconds), _bf16_peak()
     return {
         **row,
         "seconds": middle,
         "all_seconds": seconds,
         "samples_per_second": case.work.n_total / middle,
-        "peak_bytes": done[-1].peak_bytes,
+        "peak_bytes": turns[-1].peak_bytes,
         "peak_share": None if peak is None else operations(size, case, seed) / middle / peak,
     }
 
@@ -223,8 +218,7 @@ def operations(size: str, case: Case, seed: int) -> float:
     return once * (1 + (VARIANTS[case.way].cached + case.work.checkpointing) / 3)
 
 
-def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | Failure:
-    """One turn of a case, or what kept it from the end."""
+def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn:
     work = case.work
     if work.checkpointing:
         for encoder in encoders(model):
@@ -239,10 +233,10 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
     try:
         return _timed(VARIANTS[case.way], model, optimizer, work, updates, seed)
     except torch.OutOfMemoryError:
-        return Failure("out of memory")
+        return Turn([], failed="out of memory")
     except TorchDynamoException as error:
         first_line, *_ = str(error).strip().split("\n")
-        return Failure(f"not compiled ({type(error).__name__}: {first_line})")
+        return Turn([], failed=f"not compiled ({type(error).__name__}: {first_line})")
     finally:
         model.__dict__.pop("forward", None)
         for encoder in encoders(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from contaccum.report.plots import Bar
@@ -62,19 +62,13 @@ def time_by(rows: Sequence[Row]) -> Any:
     """Seconds of an update by samples per update, a line per way; at the bank that most rows have."""
     banks = [row["facts"]["bank"] for row in rows]
     bank = max(dict.fromkeys(banks), key=banks.count)
-    return _by_way(
-        [row for row in rows if row["facts"]["bank"] == bank], "N_total", "seconds", "seconds of an update", lambda way: way["seconds"]
-    )
-
-
-def _by_way(rows: Sequence[Row], x: str, y: str, label: str, value: Callable[[dict[str, Any]], float]) -> Any:
     points: dict[str, list[tuple[float, float, float]]] = {}
-    for row in rows:
-        for way in row["ways"]:
-            of_way = points.setdefault(way["way"], [])  # keeps its slot, hence its colour, also where all of it ran out of memory
-            if way["seconds"] is not None:
-                of_way.append((row["facts"][x], value(way), 0.0))
-    return line_figure([_banded(slot, name, sorted(values)) for slot, (name, values) in enumerate(points.items()) if values], x, label)
+    for row, way in ((row, way) for row in rows if row["facts"]["bank"] == bank for way in row["ways"]):
+        of_way = points.setdefault(way["way"], [])  # keeps its slot, hence its colour, also where all of it ran out of memory
+        if way["seconds"] is not None:
+            of_way.append((row["facts"]["N_total"], way["seconds"], 0.0))
+    drawn = [_banded(slot, name, sorted(values)) for slot, (name, values) in enumerate(points.items()) if values]
+    return line_figure(drawn, "N_total", "seconds of an update")
 
 
 def memory_by_bank(rows: Sequence[Row]) -> Any:

@@ -75,18 +75,29 @@ def mass_curve(run: Run) -> Curve:
 
     An age that a measurement does not have counts as 0 there: positives and all ages then still sum to 1.
     """
-    measured = [line["sim_mass"]["by_age"] for line in run.diagnostics if _has(line.get("sim_mass"), "by_age")]
-    kept = [dict(_pairs(entries, "mass")) for entries in measured[len(measured) // 2 :]]
-    ages = sorted({age for masses in kept for age in masses})
-    return {age: 100 * math.fsum(masses.get(age, 0.0) for masses in kept) / len(kept) for age in ages}
+    kept = _by_age([line["sim_mass"]["by_age"] for line in run.diagnostics if _has(line.get("sim_mass"), "by_age")], "mass")
+    return {age: 100 * math.fsum(masses) / len(kept) for age, masses in _ages(kept).items()}
 
 
 def drift_curve(run: Run, tower: str) -> Curve:
     """age in updates -> cosine between a stored vector and the same text encoded now, mean over the second half of the measurements."""
-    measured = [line["drift"] for line in run.diagnostics if isinstance(line.get("drift"), list)]
-    kept = [dict(_pairs(entries, f"{tower}_cosine")) for entries in measured[len(measured) // 2 :]]
-    ages = sorted({age for cosines in kept for age in cosines})
-    return {age: statistics.fmean(cosines[age] for cosines in kept if age in cosines) for age in ages}
+    kept = _by_age([line["drift"] for line in run.diagnostics if isinstance(line.get("drift"), list)], f"{tower}_cosine")
+    return {age: statistics.fmean(cosines) for age, cosines in _ages(kept).items()}
+
+
+def _by_age(measured: Sequence[Sequence[Any]], name: str) -> list[Curve]:
+    """age -> value of each measurement of the second half, where both are numbers."""
+    kept = []
+    for entries in measured[len(measured) // 2 :]:
+        found = [(number(entry.get("age_updates")), number(entry.get(name))) for entry in entries if isinstance(entry, dict)]
+        kept.append({age: value for age, value in found if age is not None and value is not None})
+    return kept
+
+
+def _ages(measured: Sequence[Curve]) -> dict[float, list[float]]:
+    """age -> the values of those that have it."""
+    ages = sorted({age for values in measured for age in values})
+    return {age: [values[age] for values in measured if age in values] for age in ages}
 
 
 def phase_seconds(row: ConfigRow) -> dict[str, float]:
@@ -97,9 +108,3 @@ def phase_seconds(row: ConfigRow) -> dict[str, float]:
 
 def _has(value: Any, *names: str, kind: type = list) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name in names)
-
-
-def _pairs(entries: Sequence[Any], name: str) -> list[tuple[float, float]]:
-    """(age, value) of the entries that have both."""
-    found = [(number(entry.get("age_updates")), number(entry.get(name))) for entry in entries if isinstance(entry, dict)]
-    return [(age, value) for age, value in found if age is not None and value is not None]

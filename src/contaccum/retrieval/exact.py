@@ -49,7 +49,7 @@ def exact_search(
     vectors: Vectors,
     k: int,
     device: str | None = None,
-    advance: Callable[[int], None] = lambda vectors: None,
+    advance: Callable[[int], object] = lambda vectors: None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Equals `brute_force`. `advance` is called with the number of vectors that have passed. Queries and results must fit in memory."""
     check_device(device)
