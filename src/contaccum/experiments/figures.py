@@ -63,7 +63,7 @@ def time_by(rows: Sequence[Row]) -> Any:
     banks = [row["facts"]["bank"] for row in rows]
     bank = max(dict.fromkeys(banks), key=banks.count)
     points: dict[str, list[tuple[float, float, float]]] = {}
-    for row, way in ((row, way) for row in rows if row["facts"]["bank"] == bank for way in row["ways"]):
+    for row, way in [(one, way) for one in rows if one["facts"]["bank"] == bank for way in one["ways"]]:
         of_way = points.setdefault(way["way"], [])  # keeps its slot, hence its colour, also where all of it ran out of memory
         if way["seconds"] is not None:
             of_way.append((row["facts"]["N_total"], way["seconds"], 0.0))

@@ -66,9 +66,7 @@ def search(
     texts = None if json_output is None else _texts_of(passages, asked, collection, query_texts, split, match)
     total, hidden = len(passages) * -(-len(asked) // QUERIES_AT_ONCE), None if progress else True
     with (
-        tqdm(
-            total=passes * len(passages), desc="searching", unit=" vectors", disable=None if progress else True, dynamic_ncols=True
-        ) as bar,
+        tqdm(total=total, desc="searching", unit=" vectors", disable=hidden, dynamic_ncols=True) as bar,
         whole_file(output) as file,
     ):
         find = _finder(passages, k, device, index, index_parameters, bar.update)
