@@ -117,7 +117,7 @@ def _search_block(products: Products, block: Tensor, start: int, best: TopK) -> 
     for begin in range(0, len(queries), size):
         errors = products.error * longest * products.lengths[begin : begin + size]
         floors = torch.from_numpy(best.floors(begin, begin + size)).to(block.device)
-        pairs = propose(products, begin, begin + len(floors), fast, floors, errors, best.k)
+        pairs = _propose(products, begin, begin + len(floors), fast, floors, errors, best.k)
         if pairs is not None:
             rows, columns = pairs
             scores = _exact_scores(queries[begin : begin + size], block, rows, columns)
@@ -157,16 +157,12 @@ def _best_of_all(queries: Tensor, block: Tensor, by_id: Tensor, k: int) -> tuple
     return rows, by_id[columns], scores[rows, columns]
 
 
-def propose(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs | None:
+def _propose(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int) -> Pairs | None:
     """Every pair of these queries and the block that can be among its query's k best, given that k others reach `floors` (-inf: none).
 
     None where that is a good part of all.
     """
-    scores = products.scores(begin, end, block)  # (queries, block)
-    return _reaching(products, scores, floors - errors, errors, k)
-
-
-def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor, k: int) -> Pairs | None:
+    scores, lowest = products.scores(begin, end, block), floors - errors  # (queries, block)
     passing, few = products.passing(scores, lowest), len(scores) * (2 * k + SPARE)
     if _count(passing) > few:  # as of the first block, all: its own k-th best are better floors
         kth = scores.topk(k).values[:, -1].float()
