@@ -168,6 +168,10 @@ def truncate(folder: Path) -> None:
     os.truncate(file, file.stat().st_size - 32)
 
 
+def empty(folder: Path) -> None:
+    (folder / "shard-00001.npy").write_bytes(b"")
+
+
 def swap(folder: Path) -> None:
     """Two shards of the same size: only the checksum can tell."""
     os.rename(folder / "shard-00001.npy", folder / "x")
@@ -187,7 +191,7 @@ def swap_ids(folder: Path) -> None:
     (folder / "shard-00000.ids.npy").write_bytes((folder / "shard-00001.ids.npy").read_bytes())
 
 
-@pytest.mark.parametrize("damage", [truncate, swap, flip, swap_ids])
+@pytest.mark.parametrize("damage", [truncate, empty, swap, flip, swap_ids])
 @pytest.mark.parametrize("index", [None, "Flat"])
 def test_a_changed_shard_is_noticed_and_no_run_is_written(damage, index, tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)

@@ -194,7 +194,7 @@ class Vectors:
             mapped = np.load(path, mmap_mode="r")
         except OSError as error:
             raise self._unreadable(path, error) from error
-        except ValueError as error:  # cut off
+        except (EOFError, ValueError) as error:  # cut off
             raise self._changed(path) from error
         if (mapped.shape, mapped.dtype) != (shape, self.dtype) or np.isfortran(mapped):
             raise self._changed(path)
