@@ -39,7 +39,8 @@ def reproduce(
 
     folder = output or Path("runs") / f"{experiment}-{dataset}"
     settings = tuple(_settings(set_ or []).items())
-    request = Request(experiment, folder, dataset, data, scale, model, _seeds(seeds), jobs, settings, tuple(only or ()))
+    chosen = tuple(dict.fromkeys(whole_numbers("--seeds", seeds, "0,1,2")))
+    request = Request(experiment, folder, dataset, data, scale, model, chosen, jobs, settings, tuple(only or ()))
     request.check()
     if dry_run:
         for cell in planned(request):
@@ -53,10 +54,6 @@ def reproduce(
         print("  ".join(str(file) for file in found["files"]))
     if found["failed"]:
         raise SystemExit(1)
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(whole_numbers("--seeds", text, "0,1,2")))
 
 
 def _settings(words: list[str]) -> dict[str, Any]:
