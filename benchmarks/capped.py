@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from contaccum.cli.base import show_table
 from contaccum.cli.bench import table
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
@@ -32,6 +31,7 @@ from contaccum.experiments.workloads import SIZES, Workload, tower_config
 from contaccum.memory.limit import limit_memory
 from contaccum.memory.plan import plan
 from contaccum.methods.config import TrainConfig
+from contaccum.report.terminal import show_lines
 
 SEED = 0
 OFFICIAL, CACHED, OURS = "official contaccum", "CachedMultipleNegativesRankingLoss", "contaccum (default)"
@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--passage-tokens", type=int, default=256)
     parser.add_argument("--lengths", default="fixed", choices=("fixed", "varied"))
     parser.add_argument("--minis", type=int, nargs="+", default=[16, 32, 64, 128], help="mini-batches of GradCache")
-    parser.add_argument("--regions", nargs="*", default=["layers"], help="what is compiled of the towers: layers, stacks; none: nothing")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
@@ -61,13 +60,13 @@ def main() -> None:
     n = args.n_local or planned_size(args.model, args.memory, Workload(**shape, precision="bf16"))
     rows = measure_cases(
         args.model,
-        list(cases(Workload(**shape), n, args.minis, args.regions)),
+        list(cases(Workload(**shape), n, args.minis)),
         args.rounds,
         args.updates,
         seed=SEED,
         say=partial(print, flush=True),
     )
-    show_table(table(rows))
+    show_lines(table(rows))
     told = ratios(rows)
     for name, value in told.items():
         print(f"{name}: {'not measured' if value is None else f'x{value:.2f}'}")
@@ -77,7 +76,7 @@ def main() -> None:
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def cases(work: Workload, n: int, minis: Sequence[int], regions: Sequence[str]) -> Iterable[Case]:
+def cases(work: Workload, n: int, minis: Sequence[int]) -> Iterable[Case]:
     half = replace(work, precision="bf16")
 
     def of(way: str, size: int, **options: Any) -> Iterator[Case]:
@@ -94,16 +93,14 @@ def cases(work: Workload, n: int, minis: Sequence[int], regions: Sequence[str]) 
     yield from of(OURS, n, graphs=True)
     yield from of(OURS, 8 * n, checkpointing=True)
     yield from of(OURS, 8 * n, checkpointing=True, unpad=True)
-    for region in regions:
-        if region != "stacks":
-            yield from of(OURS, n, graphs=True, compile=region)
-            yield from of(OURS, 2 * n, graphs=True, compile=region)
-        yield from of(OURS, 2 * n, unpad=True, compile=region)
-        yield from of(OURS, 8 * n, checkpointing=True, compile=region)
-        yield from of(OURS, 8 * n, checkpointing=True, unpad=True, compile=region)
-        for mini in minis:
-            yield from of(CACHED, mini, unpad=True, compile=region)
-            yield from of(CACHED, 2 * mini, checkpointing=True, unpad=True, compile=region)
+    yield from of(OURS, n, graphs=True, compile=True)
+    yield from of(OURS, 2 * n, graphs=True, compile=True)
+    yield from of(OURS, 2 * n, unpad=True, compile=True)
+    yield from of(OURS, 8 * n, checkpointing=True, compile=True)
+    yield from of(OURS, 8 * n, checkpointing=True, unpad=True, compile=True)
+    for mini in minis:
+        yield from of(CACHED, mini, unpad=True, compile=True)
+        yield from of(CACHED, 2 * mini, checkpointing=True, unpad=True, compile=True)
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, float | None]:

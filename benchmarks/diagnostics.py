@@ -30,10 +30,10 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum.adapters.trainer import ContAccumTrainer
-from contaccum.cli.base import show_table
 from contaccum.common.provenance import provenance
 from contaccum.experiments.workloads import SIZES, Workload, fill_bank, tower_config
 from contaccum.methods.config import TrainConfig
+from contaccum.report.terminal import show_lines
 from contaccum.training.diagnostics import Diagnostics
 from contaccum.training.run import train
 from contaccum.training.trial import write_model, write_texts
@@ -71,7 +71,7 @@ def main() -> None:
     work = Workload(args.n_total, args.n_local, args.bank, args.query_tokens, args.passage_tokens)
     turns = measure(args.model, work, args.every, args.updates, args.rounds)
     found = compared(turns)
-    show_table(table(found))
+    show_lines(table(found))
     print(f"diagnostics add {found['overhead']:.2%}, in hooks {found['hooks_share']:.2%}; goal: under {GOAL:.0%}")
     for name, seconds in found["hooks_seconds"].items():
         print(f"  {name}: {1000 * seconds:.3f} ms an update, {seconds / found['seconds_on']:.3%}")

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from contaccum.cli.base import show_table
 from contaccum.cli.bench import table
 from contaccum.common.provenance import provenance
 from contaccum.experiments.bench import Case, measure_cases
@@ -32,6 +31,7 @@ from contaccum.experiments.workloads import SIZES, VARIANTS, Workload
 from contaccum.report.plots import lines
 from contaccum.report.series import Series
 from contaccum.report.svg import save
+from contaccum.report.terminal import show_lines
 
 SEED = 0
 BANKS = (1024, 8192, 65536)
@@ -81,7 +81,7 @@ def main() -> None:
         if chosen:
             print(f"{model}, n = {chosen[0].work.n_local}")
             rows = measure_cases(model, chosen, args.rounds, updates=1, seed=SEED, say=partial(print, flush=True))
-            show_table(table(rows))
+            show_lines(table(rows))
             found[name] += rows
             if args.json:
                 args.json.parent.mkdir(parents=True, exist_ok=True)

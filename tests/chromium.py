@@ -105,8 +105,5 @@ class Chromium:
             raise RuntimeError(json.dumps(told["exceptionDetails"]))
         return told["result"].get("value")
 
-    def screenshot(self, file: Path, whole: bool = True) -> None:
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]))
-
     def pdf(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"]))

@@ -90,6 +90,18 @@ def rows(count: int, negatives: int = 0, seed: int = 0) -> list[dict]:
     return [{"query": q, "positive": q + " " + q, "negatives": others[i * negatives : (i + 1) * negatives]} for i, q in enumerate(queries)]
 
 
+def write_beir(folder: Path, queries: list[str], passages: list[str], **splits: range) -> Path:
+    """Passage dI is the one that is relevant for query qI; `splits` name the queries of each."""
+    (folder / "qrels").mkdir(parents=True)
+    for name, prefix, found in (("queries", "q", queries), ("corpus", "d", passages)):
+        lines = [json.dumps({"_id": f"{prefix}{i}", "title": "", "text": text}) + "\n" for i, text in enumerate(found)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    for split, numbers in splits.items():
+        judged = "".join(f"q{i}\td{i}\t1\n" for i in numbers)
+        (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+    return folder
+
+
 def assert_close(a: dict, b: dict, rtol: float = 1e-4) -> None:
     """Equal up to `rtol` of the largest value of all: entries that are zero but for rounding (a key's bias) have no scale of their own."""
     assert a.keys() == b.keys()

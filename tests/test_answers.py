@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contaccum.data.answers import AnswerMatcher, has_answer, searchable, top_k_hits
+from contaccum.data.answers import AnswerMatcher, has_answer, searchable
 
 
 def scanned_words(text: str) -> list[str]:
@@ -50,139 +50,73 @@ NFC, NFD = "Café Müller, São Paulo", unicodedata.normalize("NFD", "Café Mül
 STRING_CASES = [
     # casing and words
     (["Paris"], "paris is a city", True),
-    (["PARIS"], "In Paris.", True),
     (["paris"], "parisian", False),
-    (["aris"], "Paris", False),
-    (["par"], "Paris", False),
     (["Paris Texas"], "Paris, Texas", False),
     (["Paris, Texas"], "Paris , Texas", True),
-    (["Paris, Texas"], "Paris,Texas", True),
-    (["Paris,Texas"], "Paris ,\tTexas", True),
-    (["New York City"], "in New York City Hall", True),
-    (["New York City"], "New York, City", False),
-    (["York New"], "New York", False),
     (["a b c"], "a b a b c", True),
-    (["a b c"], "a b a b", False),
     (["the the"], "the", False),
-    (["the the"], "The THE", True),
     # several answers, none, empty ones
     (["x", "y"], "only y here", True),
-    (["x", "y"], "only z here", False),
     ([], "anything", False),
     ([""], "anything", True),
     ([""], "", True),
     ([" \t\n"], "anything", True),
-    (["\u200b"], "anything", True),
-    (["x"], "", False),
     (["x", ""], "nothing", True),
-    (["x"], " \n ", False),
     # punctuation: each sign is a word
     (["U.S."], "the U.S. army", True),
     (["U.S."], "the U.S army", False),
-    (["U.S."], "the US army", False),
-    (["US"], "the U.S. army", False),
-    (["U . S ."], "U.S.", True),
-    (["rock'n'roll"], "Rock ' n ' Roll", True),
     (["rock'n'roll"], "rock’n’roll", False),
-    (["AC/DC"], "the band AC/DC played", True),
-    (["AC DC"], "the band AC/DC played", False),
-    (["C++"], "in C++ code", True),
     (["C++"], "in C+ code", False),
     (["C+"], "in C++ code", True),
-    (["..."], "wait... what", True),
-    (["...."], "wait... what", False),
     (["well-known"], "a well - known man", True),
-    (["well-known"], "a well–known man", False),
-    (["snake_case"], "snake _ case", True),
     (["snake"], "snake_case", True),
     (["$5"], "it costs $ 5", True),
-    (["$5"], "it costs 5", False),
-    (["(1984)"], "novel (1984) by", True),
-    (["€"], "100€", True),
     (["100"], "100€", True),
-    (["#1"], "the #1 hit", True),
-    (["@home"], "at @home", True),
-    (["50%"], "about 50 % of it", True),
-    (["a\\b"], "a \\ b", True),
-    (["[x]"], "an [x] mark", True),
     ([".*"], "anything at all", False),
     ([".*"], "the pattern .* matches", True),
     # numbers
     (["1,000"], "about 1,000 men", True),
     (["1,000"], "about 1000 men", False),
-    (["1000"], "about 1,000 men", False),
-    (["1"], "about 1,000 men", True),
     (["000"], "about 1,000 men", True),
-    (["3.5"], "is 3.5 metres", True),
     (["3.5"], "is 3 . 5 metres", True),
-    (["3.5"], "is 13.5 metres", False),
     (["3.5"], "is 3.55 metres", False),
-    (["3"], "3.5", True),
-    (["35"], "3.5", False),
     (["1984"], "in 1984-85", True),
-    (["84"], "in 1984", False),
-    (["1980s"], "the 1980s", True),
     (["1980"], "the 1980s", False),
-    (["2nd"], "2nd place", True),
-    (["½"], "½ cup", True),
     (["1/2"], "½ cup", False),
-    (["²"], "m²", False),
     (["m²"], "10 m²", True),
     (["m2"], "10 m²", False),
     (["Ⅳ"], "Chapter ⅳ", True),
     (["٣"], "٣ books", True),
-    (["3"], "٣ books", False),
     # diacritics, composed and decomposed
     (["café"], "Un CAFÉ noir", True),
     ([NFC], NFD, True),
-    ([NFD], NFC, True),
-    (["cafe"], "café", False),
     (["café"], "cafe", False),
     (["Sao Paulo"], "São Paulo", False),
     (["Müller"], "MÜLLER", True),
-    (["Mueller"], "Müller", False),
     (["Å"], "\u212b", True),
-    (["Ω"], "\u2126", True),
-    (["naïve"], "nai\u0308ve", True),
     (["naïve"], "nai\u0308\u0308ve", False),
     (["ệ"], "e\u0323\u0302", True),
-    (["ệ"], "e\u0302\u0323", True),
     (["straße"], "STRASSE", False),
-    (["straße"], "Straße", True),
     (["ẞ"], "ß", True),
     (["istanbul"], "İstanbul", False),
-    (["İstanbul"], "i\u0307stanbul", True),
     (["ﬁ"], "fi", False),
-    (["ﬁ"], "ﬁ", True),
     (["ΣΑΣ"], "σας", True),
-    (["Москва"], "МОСКВА", True),
     (["Йод"], "и\u0306од", True),
     # no spaces, other scripts
-    (["东京"], "东京", True),
     (["东京"], "在东京都", False),
     (["东京"], "在 东京 都", True),
-    (["东京"], "在、东京。", True),
-    (["東京"], "东京", False),
-    (["とうきょう"], "とうきょう", True),
     (["が"], "か\u3099", True),
     (["한국"], unicodedata.normalize("NFD", "한국"), True),
-    (["한"], "한국", False),
-    (["हिन्दी"], "भाषा हिन्दी है", True),
     (["हिन्द"], "हिन्दी", False),
-    (["עברית"], "עברית", True),
-    (["😀"], "so 😀!", True),
     (["😀😀"], "so 😀 😀", True),
-    (["👍🏽"], "👍🏽", True),
     (["👍"], "👍🏽", True),
     # separators and controls
     (["a b"], "a\u00a0b", True),
     (["a b"], "a\u3000b", True),
-    (["a b"], "a\nb", True),
     (["a b"], "a\x00b", True),
     (["a b"], "a\u200bb", True),
     (["ab"], "a\u00adb", False),
     (["a b"], "a\u2028b", True),
-    (["ab"], "a b", False),
 ]
 REGEX_CASES = [
     (["Paris|London"], "in london", True),
@@ -292,19 +226,3 @@ def test_one_matcher_serves_many_passages(match: str) -> None:
 def test_unknown_match_is_refused() -> None:
     with pytest.raises(ValueError, match="match='exact' is unknown; choose one of string, regex"):
         has_answer(["x"], "x", "exact")
-
-
-def test_top_k_counts_questions_with_a_hit_among_their_first_k() -> None:
-    hits = [[False, True, False], [False, False, False], [True, False, True], [False, False, True], []]
-    assert top_k_hits(hits, [1, 2, 3, 100]) == {1: 1 / 5, 2: 2 / 5, 3: 3 / 5, 100: 3 / 5}
-
-
-@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1), st.integers(1, 8))
-def test_top_k_equals_its_definition(hits: list[list[bool]], k: int) -> None:
-    assert top_k_hits(hits, [k]) == {k: sum(any(flags[:k]) for flags in hits) / len(hits)}
-
-
-@pytest.mark.parametrize(("hits", "ks", "message"), [([], [1], "no question"), ([[True]], [0], "k=0")])
-def test_top_k_refuses_what_has_no_value(hits: list[list[bool]], ks: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        top_k_hits(hits, ks)

@@ -71,7 +71,7 @@ def test_towers_that_cannot_be_compiled_are_a_row_and_the_others_go_on(monkeypat
         raise TypeError("no shape for this kernel")
 
     monkeypatch.setattr(bench, "compile_towers", partial(compile_towers, backend=broken))
-    cases = [Case("gradaccum", replace(SMALL, compile="layers")), Case("gradaccum", SMALL)]
+    cases = [Case("gradaccum", replace(SMALL, compile=True)), Case("gradaccum", SMALL)]
     rows = bench.measure_cases("tiny", cases, rounds=1, updates=1, device="cpu")
     assert rows[0]["failed"].startswith("not compiled (BackendCompilerFailed: ")
     assert rows[1]["failed"] is None
@@ -96,7 +96,7 @@ def test_fast_towers_are_plain_again_after_their_turn(monkeypatch) -> None:
     monkeypatch.setattr(bench, "random_encoder", remember)
     monkeypatch.setattr(bench, "make_update", look)
     monkeypatch.setattr(bench, "compile_towers", partial(compile_towers, backend="eager"))
-    fast = Workload(**{**vars(SMALL), "compile": "layers", "unpad": True, "lengths": "varied", "checkpointing": True})
+    fast = Workload(**{**vars(SMALL), "compile": True, "unpad": True, "lengths": "varied", "checkpointing": True})
     measure_cases("tiny", [Case("contaccum", fast), Case("gradaccum", SMALL)], **ONCE)
     assert seen == [(True, True, UNPADDED)] * 3 + [(False, False, "sdpa")] * 3
     assert all("forward" not in vars(encoder) and not encoder.is_gradient_checkpointing for encoder in encoders(models[0]))
@@ -147,7 +147,6 @@ def test_operations_are_six_per_weight_and_token_and_a_third_more_by_gradcache()
     ("changes", "told"),
     [
         ({"lengths": "some"}, "lengths 'some' is unknown; choose one of fixed, varied"),
-        ({"compile": "all"}, "compile 'all' is unknown; choose one of layers, stacks"),
         ({"n_local": 3}, "n_total=8 is not a multiple of n_local=3"),
         ({"n_total": 0}, "n_total=0 must be at least 1"),
         ({"hard_negatives": -1}, "hard_negatives=-1 must be at least 0"),

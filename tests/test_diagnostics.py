@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from sentence_transformers import SentenceTransformer
 from torch.nn.functional import normalize
 from transformers import TrainerCallback
 
-from conftest import rows
+from conftest import rows, write_beir
 from contaccum import ContAccumLoss, ContAccumTrainer, DualBankInfoNCE
 from contaccum.methods.config import TrainConfig
 from contaccum.training.dev import dev_evaluator
@@ -183,14 +182,9 @@ def test_watching_changes_no_bit(jsonl, model_folder, tmp_path) -> None:
 @pytest.fixture
 def beir(tmp_path: Path) -> Path:
     """40 learnable pairs, 20 of them dev queries."""
-    folder = tmp_path / "beir"
-    (folder / "qrels").mkdir(parents=True)
     pairs = rows(40, seed=5)
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"_id": f"d{i}", "text": p["positive"]}) + "\n" for i, p in enumerate(pairs)))
-    (folder / "queries.jsonl").write_text("".join(json.dumps({"_id": f"q{i}", "text": p["query"]}) + "\n" for i, p in enumerate(pairs)))
-    for split, part in (("train", range(20)), ("dev", range(20, 40))):
-        (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td{i}\t1\n" for i in part))
-    return folder
+    queries, passages = ([pair[name] for pair in pairs] for name in ("query", "positive"))
+    return write_beir(tmp_path / "beir", queries, passages, train=range(20), dev=range(20, 40))
 
 
 def test_the_best_model_by_dev_metric_is_kept(beir, model_folder, tmp_path) -> None:

@@ -21,8 +21,9 @@ from contaccum.experiments import processes
 from contaccum.experiments.figures import mass_per_passage
 from contaccum.experiments.grid import SCALES
 from contaccum.experiments.runner import EXPERIMENTS, Request, planned, reproduce
-from contaccum.experiments.tables import markdown, table_of
+from contaccum.experiments.tables import table_of
 from contaccum.methods.table import METHODS
+from contaccum.report.tables import as_markdown, plain_table
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -54,7 +55,7 @@ def test_every_experiment_ends_with_results_table_and_figure(found, folder: Path
     assert told["provenance"]["versions"]["torch"]
     groups = list(dict.fromkeys(cell.group for cell in planned(Request(name, folder / name, scale="tiny"))))
     assert [row["group"] for row in told["rows"]] == groups
-    assert (folder / name / "table.md").read_text() == markdown(found[name]["table"])
+    assert (folder / name / "table.md").read_text() == as_markdown(plain_table(found[name]["table"]))
     assert len((folder / name / "table.md").read_text().splitlines()) == 2 + len(groups)
     names = ["results.json", "table.md", f"{name}.png", f"{name}.svg"]
     assert found[name]["files"] == [folder / name / file for file in names]

@@ -56,11 +56,6 @@ def test_a_collection_without_words_is_refused() -> None:
         Bm25(["", "...", "the"])
 
 
-def test_unknown_stop_words_are_refused_in_one_line() -> None:
-    with pytest.raises(ValueError, match=r"stopwords='xx' is no language that bm25s knows; use en, de, fr, ... or none$"):
-        Bm25(["a cat"], stopwords="xx")
-
-
 # What may be a negative
 
 
@@ -144,10 +139,3 @@ def same_but_for_title(one: str, other: str) -> bool:
 def test_given_negatives_are_checked_again() -> None:
     rows = training_set(("q", "p", ["x"]), negatives=[["has x", "p", "fine", "fine", "good"]])
     assert list(existing_negatives(rows)) == [["fine", "good"]]
-
-
-@pytest.mark.parametrize(("numbers", "message"), [({"per_query": 0}, "per_query=0"), ({"per_query": 5, "depth": 4}, "depth=4")])
-def test_senseless_numbers_are_refused_at_once(numbers: dict[str, int], message: str) -> None:
-    rows = training_set(("q", "p", []))
-    with pytest.raises(ValueError, match=message):
-        mine_bm25(rows, passages("a text"), **numbers)

@@ -13,7 +13,7 @@ from conftest import WORDS, texts, tiny_config
 from contaccum.common.errors import DataError
 from contaccum.data.answers import has_answer
 from contaccum.data.mine import mine
-from contaccum.data.negatives import denoise, mine_dense
+from contaccum.data.negatives import denoise, load_cross_encoder, mine_dense
 from contaccum.data.training_set import load_training_set
 from mining import passages, prepared_files, training_set
 
@@ -86,7 +86,7 @@ def test_denoising_keeps_what_scores_a_margin_below_the_positive(cross_encoder_f
     scores = dict(zip(pairs, map(float, logits), strict=True))
 
     margin = 0.5
-    kept = list(denoise(rows, candidates, cross_encoder_folder, margin=margin))
+    kept = list(denoise(rows, candidates, load_cross_encoder(cross_encoder_folder), margin))
     assert 0 < sum(map(len, kept)) < 70 * 6
     for row, before, after in zip(rows, candidates, kept, strict=True):
         gaps = {text: scores[row["query"], row["positive"]] - scores[row["query"], text] for text in before}
@@ -98,13 +98,13 @@ def test_denoising_keeps_what_scores_a_margin_below_the_positive(cross_encoder_f
 def test_a_cross_encoder_with_several_labels_is_refused(tokenizer_folder: str, tmp_path: Path) -> None:
     folder = build_cross_encoder(tokenizer_folder, tmp_path, labels=3)
     with pytest.raises(ValueError, match="gives 3 scores a pair"):
-        next(denoise(word_rows(1), [["w1"]], folder))
+        next(denoise(word_rows(1), [["w1"]], load_cross_encoder(folder)))
 
 
 def test_an_encoder_is_no_cross_encoder(model_folder: str) -> None:
     """Its head would be made of random numbers."""
     with pytest.raises(DataError, match="is a BertModel, without a head that scores pairs; give a cross-encoder"):
-        next(denoise(word_rows(1), [["w1"]], model_folder))
+        load_cross_encoder(model_folder)
 
 
 @pytest.mark.parametrize("kind", ["dense", "denoise"])

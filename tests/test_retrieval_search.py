@@ -168,6 +168,10 @@ def truncate(folder: Path) -> None:
     os.truncate(file, file.stat().st_size - 32)
 
 
+def empty(folder: Path) -> None:
+    (folder / "shard-00001.npy").write_bytes(b"")
+
+
 def swap(folder: Path) -> None:
     """Two shards of the same size: only the checksum can tell."""
     os.rename(folder / "shard-00001.npy", folder / "x")
@@ -187,7 +191,7 @@ def swap_ids(folder: Path) -> None:
     (folder / "shard-00000.ids.npy").write_bytes((folder / "shard-00001.ids.npy").read_bytes())
 
 
-@pytest.mark.parametrize("damage", [truncate, swap, flip, swap_ids])
+@pytest.mark.parametrize("damage", [truncate, empty, swap, flip, swap_ids])
 @pytest.mark.parametrize("index", [None, "Flat"])
 def test_a_changed_shard_is_noticed_and_no_run_is_written(damage, index, tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
@@ -244,10 +248,11 @@ def test_a_damaged_manifest_is_named(manifest: str, tmp_path: Path) -> None:
 
 def test_a_cut_index_is_named(tmp_path: Path) -> None:
     vectors, queries = folders(tmp_path)
-    search(vectors, queries, tmp_path / "run.trec", index="Flat", index_file=tmp_path / "index", progress=False)
-    (tmp_path / "index").write_bytes((tmp_path / "index").read_bytes()[:100])
-    with pytest.raises(DataError, match=r"index cannot be read .*; remove it, and it is built again"):
-        search(vectors, queries, tmp_path / "run.trec", index="Flat", index_file=tmp_path / "index", progress=False)
+    search(vectors, queries, tmp_path / "run.trec", index="Flat", progress=False)
+    (file,) = vectors.glob("Flat-*.faiss")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataError, match=r"faiss cannot be read .*; remove it, and it is built again"):
+        search(vectors, queries, tmp_path / "run.trec", index="Flat", progress=False)
 
 
 @pytest.mark.parametrize("wrong", [{"k": 0}, {"index": "Nonsense"}, {"index_parameters": "nprobe=4"}])
@@ -260,25 +265,24 @@ def test_wrong_options_name_the_remedy(wrong, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("factory", "parameters"), [("Flat", ""), ("IVF4,Flat", "nprobe=4"), ("HNSW8", "efSearch=300")])
 def test_a_full_approximate_search_finds_what_exact_search_finds(factory, parameters, tmp_path: Path) -> None:
+    """Its index is kept, and not taken for one of other vectors."""
     vectors, queries = folders(tmp_path)
-    search(vectors, queries, tmp_path / "exact.trec", k=5, progress=False)
-    options = {"k": 5, "index": factory, "index_file": tmp_path / "i.faiss", "index_parameters": parameters, "progress": False}
-    search(vectors, queries, tmp_path / "index.trec", **options)
-    wanted, found = read_run(tmp_path / "exact.trec"), read_run(tmp_path / "index.trec")
-    shared = sum(len({hit.id for hit in wanted[query]} & {hit.id for hit in found[query]}) for query in wanted)
-    assert shared >= 0.97 * 100  # a graph may miss one
-    written = (tmp_path / "i.faiss").stat().st_mtime_ns
-    search(vectors, queries, tmp_path / "again.trec", **options)
-    assert (tmp_path / "again.trec").read_bytes() == (tmp_path / "index.trec").read_bytes()
-    assert (tmp_path / "i.faiss").stat().st_mtime_ns == written, "it was built again"
-
-
-def test_a_stale_index_is_refused(tmp_path: Path) -> None:
-    vectors, queries = folders(tmp_path)
-    search(vectors, queries, tmp_path / "a.trec", index="Flat", index_file=tmp_path / "i.faiss", progress=False)
-    write_vectors(tmp_path / "new", random_vectors(300, 16, 7), shuffled_ids(300), 3)
-    with pytest.raises(DataError, match="index of other vectors"):
-        search(tmp_path / "new", queries, tmp_path / "b.trec", index="Flat", index_file=tmp_path / "i.faiss", progress=False)
+    options = {"k": 5, "progress": False}
+    for number in range(2):
+        search(vectors, queries, tmp_path / "exact.trec", **options)
+        search(vectors, queries, tmp_path / "index.trec", index=factory, index_parameters=parameters, **options)
+        wanted, found = read_run(tmp_path / "exact.trec"), read_run(tmp_path / "index.trec")
+        shared = sum(len({hit.id for hit in wanted[query]} & {hit.id for hit in found[query]}) for query in wanted)
+        assert shared >= 0.97 * 100  # a graph may miss one
+        written = {file: file.stat().st_mtime_ns for file in vectors.glob("*.faiss")}
+        assert len(written) == 1 + number
+        search(vectors, queries, tmp_path / "again.trec", index=factory, index_parameters=parameters, **options)
+        assert (tmp_path / "again.trec").read_bytes() == (tmp_path / "index.trec").read_bytes()
+        assert {file: file.stat().st_mtime_ns for file in vectors.glob("*.faiss")} == written, "it was built again"
+        write_vectors(tmp_path / "new", random_vectors(300, 16, 7), shuffled_ids(300), 3)
+        for file in (tmp_path / "new").iterdir():
+            file.rename(vectors / file.name)
+        (tmp_path / "new").rmdir()
 
 
 def test_run_files_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from transformers import DistilBertConfig, ElectraConfig, RobertaConfig, XLMRobe
 from conftest import assert_close, texts, tiny_config
 from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
 from contaccum.towers.speed import (
-    REGIONS,
     UNPADDED,
     can_unpad,
     check_compiler,
@@ -122,25 +121,23 @@ def test_unpadded_attention_sees_no_padding(tiny_encoder) -> None:
 
 
 @pytest.mark.parametrize("unpad", [False, True])
-@pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
-def test_compiled_towers_give_the_same_loss_and_gradients(kind, region, unpad, tiny_encoder) -> None:
+def test_compiled_towers_give_the_same_loss_and_gradients(kind, unpad, tiny_encoder) -> None:
     """Traced and differentiated as for the code generator, run eagerly: dropout then draws as it always does."""
     model = tiny_encoder(dropout=0.1)
     if unpad:
         unpad_towers(model)
     plain = step(model, kind)
-    compile_towers(model, region, backend="aot_eager")
+    compile_towers(model, backend="aot_eager")
     assert_close(step(model, kind), plain, rtol=1e-5)
     uncompile_towers(model)
     assert_close(step(model, kind), plain, rtol=0.0)
 
 
-@pytest.mark.parametrize("region", REGIONS)
-def test_compiled_once_for_both_towers_and_all_lengths(region, tiny_encoder) -> None:
+def test_compiled_once_for_both_towers_and_all_lengths(tiny_encoder) -> None:
     model, counter = tiny_encoder(), CompileCounter()
     unpad_towers(model)
-    compile_towers(model, region, backend=counter)
+    compile_towers(model, backend=counter)
     for count, words in ((4, 5), (4, 9), (7, 14), (3, 20)):
         for column in columns(model, count, words=words):
             model(column)
@@ -152,7 +149,7 @@ def test_compiled_layers_can_be_checkpointed(tiny_encoder) -> None:
     plain = step(model)
     for encoder in encoders(model):
         encoder.gradient_checkpointing_enable({"use_reentrant": False})
-    compile_towers(model, "layers", backend="aot_eager")
+    compile_towers(model, backend="aot_eager")
     assert_close(step(model), plain, rtol=1e-5)
 
 
@@ -160,7 +157,7 @@ def test_as_many_texts_as_tokens_are_compiled_and_checkpointed_like_any_batch(ti
     model, counter = tiny_encoder(dropout=0.1), CompileCounter()
     for encoder in encoders(model):
         encoder.gradient_checkpointing_enable({"use_reentrant": False})
-    compile_towers(model, "layers", backend=counter)
+    compile_towers(model, backend=counter)
     loss = ContAccumLoss(model, bank_size=8)
     for tokens in ((6, 9), (8, 5), (9, 6)):
         batch = [

@@ -213,7 +213,7 @@ MISTAKES = {
     "seed": ({"seed": -1}, "seed=-1 is negative"),
     "large seed": ({"seed": 2**32}, "seed=4294967296 is too large; use one below 4294967296"),
     "memory": ({"memory": "much"}, "memory 'much' is not a size; write it as 11GB"),
-    "precision": ({"precision": "fp8"}, "precision 'fp8' is unknown; choose one of fp32, bf16, fp16"),
+    "precision": ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of fp32, bf16, fp16"),
     "negatives": ({"hard_negatives": 2}, "no row has 2 hard negatives"),
     "negative": ({"bank": -1}, "bank=-1 is negative"),
     "bank's name": ({"bank": "large"}, "bank='large' is not a number of tuples; give one, or auto"),

@@ -62,19 +62,3 @@ def whole_numbers(option: str, text: str, example: str) -> list[int]:
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise ValueError(f"{option} {text!r} must be whole numbers with commas between, as {example}")
     return [int(part) for part in parts]
-
-
-def show_table(table: Sequence[Sequence[str]]) -> None:
-    """Head and lines, the first column to the left."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    head, *lines = table
-    drawn = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate(head):
-        drawn.add_column(name, justify="right" if place else "left")
-    for line in lines:
-        drawn.add_row(*line)
-    terminal = Console()
-    (terminal if terminal.is_terminal else Console(width=140)).print(drawn)

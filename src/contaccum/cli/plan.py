@@ -27,13 +27,13 @@ PLANNED = (  # what bears on memory
 @options_of(TrainConfig, PLANNED)
 def plan(
     max_query_length: Annotated[Optional[int], typer.Option(help="tokens of the longest query (default: --max-seq-length)")] = None,  # noqa: UP045
-    verify: Annotated[bool, typer.Option(help="where there is a GPU: run real updates in that memory")] = True,
+    verify: Annotated[bool, typer.Option(help="on a GPU: check the plan by real updates in that memory")] = True,
     json_: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     **options: Any,
 ) -> None:
-    """Find the largest micro-batch that fits in a memory, without a GPU: parameters, optimizer, activations, bank and allocator predicted.
+    """Find the largest micro-batch that fits in a memory. The peak is predicted, so no GPU is needed.
 
-    With --n-local, this micro-batch is judged instead. Without --hard-negatives, one is counted for each query.
+    --n-local asks about that size alone. Without --hard-negatives, one is counted for each query.
 
     Example: contaccum plan --model bert-base-uncased --memory 11GB --n-total 128
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from contaccum.cli.base import app, show_table, whole_numbers
+from contaccum.cli.base import app, whole_numbers
 
 
 @app.command("reproduce")
@@ -19,15 +19,15 @@ def reproduce(
     data: Annotated[Optional[Path], typer.Option(help="folder with the data set's files (not for harvest)")] = None,  # noqa: UP045
     scale: Annotated[str, typer.Option(help="tiny (minutes on a CPU), small (one GPU, hours or less) or paper")] = "small",
     model: Annotated[Optional[str], typer.Option(help="encoder to start from (default: bert-base-uncased; tiny: random)")] = None,  # noqa: UP045
-    output: Annotated[Optional[Path], typer.Option(help="folder to write, or to go on with (default: runs/EXPERIMENT-DATASET)")] = None,  # noqa: UP045
+    output: Annotated[Optional[Path], typer.Option(help="folder to write or continue (default: runs/EXPERIMENT-DATASET)")] = None,  # noqa: UP045
     seeds: Annotated[str, typer.Option(help="seeds with commas between")] = "0",
-    jobs: Annotated[int, typer.Option(help="processes at once; small micro-batches leave a GPU room for several; 0: all in this one")] = 1,
+    jobs: Annotated[int, typer.Option(help="cells that run at once, each in its own process; 0: one after another in this process")] = 1,
     set_: Annotated[Optional[list[str]], typer.Option("--set", help="training option for every cell, as lr=1e-4, repeatable")] = None,  # noqa: UP045
-    only: Annotated[Optional[list[str]], typer.Option(help="cells with this in their name, repeatable (default: all)")] = None,  # noqa: UP045
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the cells and run nothing")] = False,
+    only: Annotated[Optional[list[str]], typer.Option(help="run only the cells with this text in their name, repeatable")] = None,  # noqa: UP045
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the cells and run nothing")] = False,
     json_: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:
-    """Run one of the paper's experiments: result file, table and figure. Interrupted, the same command goes on.
+    """Run one of the paper's experiments: result file, table and figure. Run it again after an interruption.
 
     Example: contaccum reproduce main --scale tiny
 
@@ -35,10 +35,12 @@ def reproduce(
     """
     from contaccum.experiments.runner import Request, planned
     from contaccum.experiments.runner import reproduce as run_reproduce
+    from contaccum.report.terminal import show_lines
 
     folder = output or Path("runs") / f"{experiment}-{dataset}"
     settings = tuple(_settings(set_ or []).items())
-    request = Request(experiment, folder, dataset, data, scale, model, _seeds(seeds), jobs, settings, tuple(only or ()))
+    chosen = tuple(dict.fromkeys(whole_numbers("--seeds", seeds, "0,1,2")))
+    request = Request(experiment, folder, dataset, data, scale, model, chosen, jobs, settings, tuple(only or ()))
     request.check()
     if dry_run:
         for cell in planned(request):
@@ -48,14 +50,10 @@ def reproduce(
     if json_:
         print(json.dumps(found["rows"]))
     elif found["rows"]:
-        show_table(found["table"])
+        show_lines(found["table"])
         print("  ".join(str(file) for file in found["files"]))
     if found["failed"]:
         raise SystemExit(1)
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(whole_numbers("--seeds", text, "0,1,2")))
 
 
 def _settings(words: list[str]) -> dict[str, Any]:

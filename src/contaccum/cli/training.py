@@ -43,12 +43,12 @@ def quickstart(
 @app.command("train")
 @options_of(TrainConfig)
 def train(
-    config: Annotated[Optional[Path], typer.Argument(help="YAML of fields; options override it")] = None,  # noqa: UP045
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
+    config: Annotated[Optional[Path], typer.Argument(help="YAML file of these options; those on the command line override it")] = None,  # noqa: UP045
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run in --output")] = False,
     json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
     **options: Any,
 ) -> None:
-    """Train a retriever. Several processes: torchrun --nproc-per-node 2 -m contaccum train ...
+    """Train a pair of encoders, or one. Several processes: torchrun --nproc-per-node 2 -m contaccum train ...
 
     Example: contaccum train --data acl --model bert-base-uncased --n-total 128 --n-local 8 --bank 1024 --memory 11GB --output runs/first
     """

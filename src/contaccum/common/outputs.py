@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from contaccum.common.errors import DataError
+
 
 def check_output(output: str | Path | None, taken: Iterable[str | Path | None] = (), option: str = "--output") -> None:
     """ValueError where nothing can be made at `output`, or where it is one of the files that are read or written besides."""
@@ -29,6 +31,13 @@ def check_file(output: str | Path | None, taken: Iterable[str | Path | None] = (
     if output is not None and Path(output).is_dir():
         raise ValueError(f"{output} is a folder; give {option} a file")
     check_output(output, taken, option)
+
+
+def check_new(output: Path) -> None:
+    """DataError where there is something at `output` besides an empty folder; ValueError where nothing can be made there."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DataError(f"{output} exists and is not an empty folder; choose another --output or remove it")
+    check_output(output)
 
 
 @contextmanager

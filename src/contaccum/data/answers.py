@@ -1,4 +1,4 @@
-"""Whether a passage contains an answer, as DPR decides it, and the share of questions answered within the first k passages.
+"""Whether a passage contains an answer, as DPR decides it.
 
 String answers: passage and answer are NFD-normalised and cut into words (runs of letters, digits and marks; every other visible
 character is a word of its own); each word is lower-cased; the answer's words must stand in the passage as one contiguous run.
@@ -55,21 +55,6 @@ class AnswerMatcher:
     def found_in(self, form: str) -> bool:
         """Whether the passage with this `searchable` form contains one of the answers."""
         return any(run in form for run in self.runs) or any(pattern.search(form) is not None for pattern in self.patterns)
-
-
-def top_k_hits(hits: Sequence[Sequence[bool]], ks: Sequence[int]) -> dict[int, float]:
-    """k -> share of questions with at least one hit among their first k passages.
-
-    `hits` holds, per question, whether each retrieved passage contains an answer, best passage first. A question with fewer than
-    k passages is judged by those it has.
-    """
-    if not hits:
-        raise ValueError("no question was given; Top@k needs at least one")
-    if wrong := [k for k in ks if k < 1]:
-        raise ValueError(f"k={wrong[0]} counts no passage; use 1 or more")
-    # Rank of the first hit, 0 for the best passage; None where there is none.
-    first = [next((rank for rank, hit in enumerate(flags) if hit), None) for flags in hits]
-    return {k: sum(rank is not None and rank < k for rank in first) / len(hits) for k in ks}
 
 
 def check_match(match: str) -> str:

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO
 
 from tqdm import tqdm
 
@@ -139,10 +139,11 @@ def _transfer_once(file: RemoteFile, part: Path) -> bool:
     request = urllib.request.Request(file.url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            resumed = response.status == 206 and _starts_at(response.headers, have)
-            total = _total(response, have if resumed else 0)
-            with open(part, "ab" if resumed else "wb") as output:  # a server that knows no ranges sends all of it again
-                _copy(response, output, file.name, have if resumed else 0, total)
+            have = have if str(response.headers.get("Content-Range", "")).startswith(f"bytes {have}-") else 0
+            length = response.headers.get("Content-Length", "")
+            total = have + int(length) if length.isdigit() else None
+            with open(part, "ab" if have else "wb") as output:  # a server that knows no ranges sends all of it again
+                _copy(response, output, file.name, have, total)
     except urllib.error.HTTPError as error:
         if error.code != 416 or not have:
             raise
@@ -156,15 +157,6 @@ def _after_416(error: urllib.error.HTTPError, part: Path) -> bool:
         return True
     part.unlink()
     return False
-
-
-def _starts_at(headers: Any, have: int) -> bool:
-    return str(headers.get("Content-Range", "")).startswith(f"bytes {have}-")
-
-
-def _total(response: Any, have: int) -> int | None:
-    length = response.headers.get("Content-Length")
-    return have + int(length) if length and length.isdigit() else None
 
 
 def _copy(response: IO[bytes], output: IO[bytes], name: str, have: int, total: int | None) -> None:

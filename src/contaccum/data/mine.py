@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets
@@ -19,7 +17,7 @@ from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output, write_json
+from contaccum.common.outputs import check_new, write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.answers import check_match
 from contaccum.data.negatives import check_floats, check_numbers, denoise, existing, load_cross_encoder, mine_bm25, mine_dense
@@ -50,25 +48,25 @@ def mine(
     cross_encoder: str | Path | None = None,
     margin: float = 3.0,
 ) -> dict[str, Any]:
-    """Find hard negatives: passages that look right, are no positive and contain no answer. They replace those that the data has.
+    """Find hard negatives: passages that look right, but are no positive and hold no answer. They replace those in the data.
 
     Args:
         data: training set: a prepared folder, a BEIR folder or a .jsonl
         collection: passages .tsv or .jsonl (also .gz, .xz) or a BEIR folder; left out: DATA's own passages
         output: folder to write; must not exist or be empty
-        method: bm25, dense (by --model) or existing (check the negatives that DATA has)
-        splits: splits to mine; others are carried over (default train)
-        per_query: negatives a row, at most
-        depth: best passages to choose them from
+        method: bm25, dense (nearest by --model) or existing (check the negatives in DATA)
+        splits: splits to mine, with commas between; others stay as they are (default train)
+        per_query: most negatives a row
+        depth: how many of the best passages to choose from
         match: answers are string or regex (CuratedTREC)
-        stopwords: language whose stop words are not indexed, or none (bm25)
+        stopwords: language whose stop words are left out, or none (bm25)
         model: trained model, folder or name (dense)
-        range_min: skip so many of the nearest (dense)
-        absolute_margin: cosine at least so far below the positive's (dense)
-        relative_margin: the same as a share of the positive's, e.g. 0.05 (dense)
-        max_score: cosine at most (dense)
-        cross_encoder: cross-encoder, folder or name, that drops false negatives
-        margin: it must score a negative so far below the positive
+        range_min: skip this many of the nearest passages (dense)
+        absolute_margin: keep passages whose cosine is at least this far below the positive's (dense)
+        relative_margin: the same, as a share of the positive's cosine, e.g. 0.05 (dense)
+        max_score: keep passages whose cosine is at most this (dense)
+        cross_encoder: cross-encoder that checks the negatives, folder or name
+        margin: keep negatives that the cross-encoder scores at least this far below the positive
 
     Returns rows, rows_without_negatives, negatives, negatives_per_row, passages, seconds and peak_bytes (of this process so far).
     The folder appears when it is whole, and not before; passages and results pass through hidden files beside it. `mine.json` in it
@@ -76,21 +74,23 @@ def mine(
     """
     started = time.monotonic()
     data, output = Path(data), Path(output)
-    _check(data, output, method, splits)
-    check_output(output)
+    check_new(output)
+    _check(data, method, splits)
     chosen = {"range_min": range_min, "absolute_margin": absolute_margin, "relative_margin": relative_margin, "max_score": max_score}
     filters = {name: value for name, value in chosen.items() if value is not None}
     check_floats(margin=margin, **filters)
     # Whatever is wrong with an option or a model is reported before the collection is read, which may take long.
     miner = _miner(method, per_query, depth, match, None if stopwords == "none" else stopwords, model, filters)
     scorer = None if cross_encoder is None else load_cross_encoder(cross_encoder)
-    with _scratch_beside(output) as scratch:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:  # a rename moves what is finished
+        scratch = Path(folder)
         tables = {name: load_training_set(data, name) for name in split_names(data)}
         mined = concatenate_datasets([tables[name] for name in splits])
         passages = _stored([] if method == "existing" else _texts(data, collection, mined), scratch)
         negatives = miner(mined, passages, scratch)
         if scorer is not None:
-            negatives = denoise(mined, negatives, scorer, margin=margin)
+            negatives = denoise(mined, negatives, scorer, margin)
         negatives = iter(tqdm(negatives, desc="mining", total=len(mined), unit="row", dynamic_ncols=True, disable=None))
         counts: list[int] = []
         for name in splits:
@@ -104,11 +104,9 @@ def mine(
     return summary
 
 
-def _check(data: Path, output: Path, method: str, splits: Sequence[str]) -> None:
+def _check(data: Path, method: str, splits: Sequence[str]) -> None:
     if method not in MINERS:
         raise ValueError(f"method={method!r} is unknown; choose one of {', '.join(MINERS)}")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ValueError(f"{output} exists already; remove it or choose another output")
     names = split_names(data)
     if missing := [name for name in splits if name not in names]:
         raise DataError(f"{data} has no split {missing[0]!r}; it has {', '.join(names)}")
@@ -149,17 +147,6 @@ def split_names(data: Path) -> list[str]:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set again") from error
     return ["train"]
-
-
-@contextmanager
-def _scratch_beside(output: Path) -> Iterator[Path]:
-    """A hidden folder on the output's file system, so that a rename moves what is finished; it is gone afterwards, whatever happened."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch)
 
 
 def _texts(data: Path, collection: str | Path | None, mined: Dataset) -> Iterable[str]:

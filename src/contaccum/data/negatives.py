@@ -115,13 +115,12 @@ def _from_index(dataset: Dataset, passages: Dataset, index: Bm25, choose: Choose
 def mine_dense(
     dataset: Dataset,
     passages: Dataset,
-    model: SentenceTransformer | str | Path,
+    model: SentenceTransformer,
     *,
     per_query: int = 10,
     depth: int = 100,
     match: str = "string",
     range_min: int = 0,
-    batch_size: int = 32,
     scratch: str | Path | None = None,
     **filters: Any,
 ) -> Iterator[list[str]]:
@@ -134,20 +133,17 @@ def mine_dense(
     Memory: the texts, a float32 vector for each (1M of 768 numbers: 3 GB), 256 MB of scores, and the candidates of 8,192 queries.
     `scratch` is the folder in which vectors are kept between blocks where there are more queries than that.
     """
-    from contaccum.towers.loading import load_model
-
     check_numbers(per_query, depth)
     choose = Chooser(dataset, per_query, match)
-    encoder = load_model(model) if isinstance(model, (str, Path)) else model
     pairs = dataset.select_columns(["query", "positive"])
     # Every block must see the same texts, or its vectors could not be used again.
     corpus = list(dict.fromkeys([*passages["text"], *pairs["positive"]]))
-    options = {"range_min": range_min, "range_max": range_min + depth, "num_negatives": depth, "batch_size": batch_size} | filters
+    options = {"range_min": range_min, "range_max": range_min + depth, "num_negatives": depth} | filters
     chosen: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory(dir=scratch) as cache:
         blocks = list(_rows_by_query(pairs["query"], DENSE_BLOCK))
         for rows in blocks:
-            nearest = _nearest(pairs.select(rows), corpus, encoder, options, cache if len(blocks) > 1 else None)
+            nearest = _nearest(pairs.select(rows), corpus, model, options, cache if len(blocks) > 1 else None)
             chosen |= {query: choose(query, texts) for query, texts in nearest.items()}
     return (chosen.get(query, []) for query in pairs["query"])
 
@@ -193,37 +189,24 @@ def existing(dataset: Dataset, *, per_query: int = 10, match: str = "string") ->
     return (choose(row["query"], row["negatives"]) for row in dataset)
 
 
-def denoise(
-    dataset: Dataset,
-    negatives: Iterable[list[str]],
-    cross_encoder: CrossEncoder | str | Path,
-    *,
-    margin: float = 3.0,
-    batch_size: int = 32,
-) -> Iterator[list[str]]:
+def denoise(dataset: Dataset, negatives: Iterable[list[str]], scorer: CrossEncoder, margin: float = 3.0) -> Iterator[list[str]]:
     """Per row, those of its `negatives` that the cross-encoder scores at least `margin` below the row's positive, in their order.
 
     Scores are the cross-encoder's logits, without the sigmoid that it may end in: MS MARCO's usual margin of 3 is meant for these.
     """
-    scorer = load_cross_encoder(cross_encoder) if isinstance(cross_encoder, (str, Path)) else cross_encoder
-    return _denoised(dataset, negatives, scorer, margin, batch_size)
-
-
-def _denoised(dataset: Dataset, negatives: Iterable[list[str]], scorer: CrossEncoder, margin: float, size: int) -> Iterator[list[str]]:
     rows = ((row["query"], row["positive"]) for row in dataset.select_columns(["query", "positive"]))
     for block in _blocks(zip(rows, negatives, strict=True)):
         texts = [(query, text) for (query, positive), candidates in block for text in (positive, *candidates)]
-        scores = iter(_logits(scorer, texts, size))
+        scores = iter(_logits(scorer, texts))
         for _, candidates in block:
             ceiling = next(scores) - margin
             yield [text for text in candidates if next(scores) <= ceiling]
 
 
-def _logits(scorer: CrossEncoder, texts: list[tuple[str, str]], batch_size: int) -> list[float]:
+def _logits(scorer: CrossEncoder, texts: list[tuple[str, str]]) -> list[float]:
     import torch
 
-    raw = torch.nn.Identity()
-    scores = scorer.predict(texts, batch_size=batch_size, activation_fn=raw, show_progress_bar=False, convert_to_tensor=True)
+    scores = scorer.predict(texts, activation_fn=torch.nn.Identity(), show_progress_bar=False, convert_to_tensor=True)
     if scores.ndim != 1:
         raise ValueError(f"the cross-encoder gives {scores.shape[-1]} scores a pair; denoising needs one with num_labels=1")
     return [float(score) for score in scores]

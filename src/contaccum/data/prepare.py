@@ -13,7 +13,7 @@ import datasets
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output, write_json
+from contaccum.common.outputs import check_new, write_json
 from contaccum.data.download import download as fetch_files
 from contaccum.data.download import files_of
 from contaccum.data.held_out import check_hold_out, write_judged
@@ -98,7 +98,7 @@ def prepare(
     download: str | None = None,
     passages: bool = False,
 ) -> PrepareSummary:
-    """Bring any data set into the one form that `mine` and `train` read, splits kept.
+    """Turn any data set into the form that `mine` and `train` read. Splits are kept.
 
     Args:
         source: file, folder or name of a data set on the hub
@@ -108,28 +108,26 @@ def prepare(
         query_column: column of the query (pairs)
         positive_column: column of the relevant passage (pairs)
         negative_column: column of hard negatives, repeatable (pairs; default: negative, negatives, negative_1, ...)
-        subset: configuration of a data set on the hub (pairs)
-        max_negatives: keep at most so many negatives a row (default: all; msmarco: 5)
-        require_negatives: drop records without a negative (dpr; default: yes, unless the whole file has none)
-        system: whose hard negatives, repeatable (msmarco; default: bm25)
-        margin: a negative must score so far below the positive (msmarco)
-        hold_out: share of the training rows to keep for a test split, as 0.1; OUTPUT/beir is then a folder to judge by
+        subset: configuration of the data set on the hub (pairs)
+        max_negatives: keep at most this many negatives a row (default: all; msmarco: 5)
+        require_negatives: drop records without a negative (dpr; left out: yes, unless the whole file has none)
+        system: search system whose hard negatives are taken, repeatable (msmarco; default: bm25)
+        margin: keep negatives that score at least this far below the positive (msmarco)
+        hold_out: share of the training rows that becomes a test split, as 0.1; OUTPUT/beir can then be given to judge
         download: first fetch nq, trivia, webq, trec or msmarco into SOURCE (default: downloads/NAME)
-        passages: with --download: DPR's 21 million Wikipedia passages too
+        passages: with --download: also fetch DPR's 21 million Wikipedia passages
 
     The output is written whole or not at all. Memory stays bounded: of the texts, only a collection's queries and the rows of one batch
     are held.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DataError(f"{output} exists and is not an empty folder; choose another --output or remove it")
+    check_new(output)
     if download is not None:
         source = source or f"downloads/{download}"
         fetch_files(files_of(download, passages), Path(source))
     name = None if source is None else str(source)
     paths = {split: Path(path) for split, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
     _check(name, paths, format, max_negatives, margin)
-    check_output(output)
     kind = detect(name, paths) if format == "auto" else format
     columns = Columns(query_column, positive_column, tuple(negative_column))
     options = ReadOptions(columns, subset, require_negatives, tuple(system), margin, max_negatives)

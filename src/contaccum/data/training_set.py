@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_from_
 
 from contaccum.common.errors import DataError
 from contaccum.data.readers.beir import is_beir, read_pairs
-from contaccum.data.readers.files import bare_suffix, read_jsonl, text_field
+from contaccum.data.readers.files import bare_suffix, read_jsonl, text_field, text_list
 
 # One row per (query, relevant passage). `answers` are texts, or regular expressions, that a right passage contains; often none are known.
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".json")
@@ -80,10 +80,7 @@ def _from_jsonl(path: Path) -> Dataset:
         if "negative" in record:
             record.setdefault("negatives", [record["negative"]])
         for name in ("negatives", "answers"):
-            texts = record.get(name, [])
-            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-                raise DataError(f"{path}, line {line}: {name!r} must be a list of texts")
-            columns[name].append(texts)
+            columns[name].append(text_list(record, name, f"{path}, line {line}"))
     if not columns["query"]:
         raise DataError(f"{path} is empty")
     return as_table(columns)

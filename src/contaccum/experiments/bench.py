@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,9 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from contaccum.adapters.losses import ContAccumLoss
+from contaccum.common.outputs import check_file, write_json
+from contaccum.common.provenance import provenance
+from contaccum.common.sizes import parse_bytes
 from contaccum.experiments.workloads import (
     LENGTHS,
     PRECISIONS,
@@ -39,8 +45,9 @@ from contaccum.experiments.workloads import (
     random_features,
     random_lengths,
 )
+from contaccum.memory.limit import limit_memory
 from contaccum.towers.cuda_graphs import check_graphs, graph_towers, ungraph_towers
-from contaccum.towers.speed import COUNTS, REGIONS, check_unpadded, compile_towers, encoders, repad_towers, uncompile_towers, unpad_towers
+from contaccum.towers.speed import COUNTS, check_unpadded, compile_towers, encoders, repad_towers, uncompile_towers, unpad_towers
 
 CLIP = 2.0
 WARM_UP = 2  # micro-batches
@@ -54,6 +61,62 @@ class Case:
 
     way: str
     work: Workload
+
+
+def bench(
+    *,
+    model: str = "bert-base",
+    n_total: Sequence[int] = (128,),
+    n_local: Sequence[int] = (8,),
+    bank: Sequence[int] = (1024,),
+    query_tokens: int = 32,
+    passage_tokens: int = 256,
+    hard_negatives: int = 1,
+    precision: str = "fp32",
+    lengths: str = "fixed",
+    compile: bool = False,
+    unpad: bool = False,
+    gradient_checkpointing: bool = False,
+    cuda_graphs: bool = False,
+    memory: str | None = None,
+    variants: Sequence[str] = tuple(VARIANTS),
+    rounds: int = 3,
+    updates: int = 3,
+    output: str | Path | None = None,
+) -> list[dict[str, Any]]:
+    """Time and (on a GPU) peak memory of one update by our methods, sentence-transformers' losses and the paper's own way, side by side.
+
+    Args:
+        model: size of the towers: tiny, minilm-l3, minilm-l6, bert-base or bert-large
+        n_total: samples per update, with commas between (default 128)
+        n_local: samples per micro-batch, with commas between (default 8)
+        bank: tuples in the bank, with commas between (default 1024)
+        query_tokens: tokens per query
+        passage_tokens: tokens per passage
+        hard_negatives: hard negatives per query
+        precision: fp32 or bf16
+        lengths: of texts: fixed, or varied between a quarter of them and all
+        compile: compile the towers' layers
+        unpad: compute no padding
+        gradient_checkpointing: recompute activations in the backward pass
+        cuda_graphs: launch a tower's layers at once
+        memory: limit PyTorch's GPU memory to this, as 11GB
+        variants: variants to measure, with commas between (default: all)
+        rounds: turns of each variant
+        updates: updates timed per turn
+        output: JSON file to write
+    """
+    check_file(output)
+    if memory is not None and (cannot := limit_memory(parse_bytes(memory))):
+        print(f"note: {cannot}", file=sys.stderr)
+    rows = []
+    for sizes in product(n_total, n_local, bank):
+        work = Workload(*sizes, query_tokens, passage_tokens, hard_negatives, precision, lengths)
+        work = replace(work, compile=compile, unpad=unpad, checkpointing=gradient_checkpointing, graphs=cuda_graphs)
+        rows += measure(model, work, variants, rounds, updates)
+    if output is not None:
+        write_json(output, {"provenance": provenance(0), "rows": rows})
+    return rows
 
 
 def measure(
@@ -88,10 +151,10 @@ def measure_cases(
     longest = max(max(case.work.query_tokens, case.work.passage_tokens) for case in cases)
     model = random_encoder(size, longest).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.startswith("cuda"))
-    turns: dict[Case, list[Turn | Failure]] = {case: [] for case in cases}
+    turns: dict[Case, list[Turn]] = {case: [] for case in cases}
     for _ in range(rounds):
         for case in cases:
-            if not any(isinstance(turn, Failure) for turn in turns[case]):
+            if not any(turn.failed for turn in turns[case]):
                 turns[case].append(turn := _turn(case, model, optimizer, updates, seed))
                 say(_told(case, turn))
     rows = [_row(size, case, turns[case], seed) for case in cases]
@@ -102,12 +165,12 @@ def measure_cases(
     return rows
 
 
-def _told(case: Case, turn: Turn | Failure) -> str:
+def _told(case: Case, turn: Turn) -> str:
     work = case.work
     marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * VARIANTS[case.way].banked
-    marks += [f"compiled {work.compile}"] * (work.compile is not None) + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing
+    marks += ["compiled"] * work.compile + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing
     marks += ["CUDA graphs"] * work.graphs
-    found = turn.reason if isinstance(turn, Failure) else f"{statistics.median(turn.seconds):.3f} s"
+    found = turn.failed or f"{statistics.median(turn.seconds):.3f} s"
     return f"{case.way}, {', '.join(marks)}: {found}"
 
 
@@ -119,28 +182,23 @@ def _comparable(case: Case) -> Workload:
 @dataclass(frozen=True)
 class Turn:
     seconds: list[float]
-    peak_bytes: int | None
+    peak_bytes: int | None = None
+    failed: str | None = None  # what kept it from the end
 
 
-@dataclass(frozen=True)
-class Failure:
-    reason: str
-
-
-def _row(size: str, case: Case, turns: Sequence[Turn | Failure], seed: int) -> dict[str, Any]:
-    done = [turn for turn in turns if isinstance(turn, Turn)]
-    failed = next((turn.reason for turn in turns if isinstance(turn, Failure)), None)
+def _row(size: str, case: Case, turns: Sequence[Turn], seed: int) -> dict[str, Any]:
+    failed = next((turn.failed for turn in turns if turn.failed), None)
     row = {"way": case.way, "banked": VARIANTS[case.way].banked, "model": size, **asdict(case.work), "failed": failed}
     if failed:
         return {**row, **dict.fromkeys(("seconds", "all_seconds", "samples_per_second", "peak_bytes", "peak_share"))}
-    seconds = [second for turn in done for second in turn.seconds]
+    seconds = [second for turn in turns for second in turn.seconds]
     middle, peak = statistics.median(seconds), _bf16_peak()
     return {
         **row,
         "seconds": middle,
         "all_seconds": seconds,
         "samples_per_second": case.work.n_total / middle,
-        "peak_bytes": done[-1].peak_bytes,
+        "peak_bytes": turns[-1].peak_bytes,
         "peak_share": None if peak is None else operations(size, case, seed) / middle / peak,
     }
 
@@ -160,26 +218,25 @@ def operations(size: str, case: Case, seed: int) -> float:
     return once * (1 + (VARIANTS[case.way].cached + case.work.checkpointing) / 3)
 
 
-def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn | Failure:
-    """One turn of a case, or what kept it from the end."""
+def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimizer, updates: int, seed: int) -> Turn:
     work = case.work
     if work.checkpointing:
         for encoder in encoders(model):
             encoder.gradient_checkpointing_enable({"use_reentrant": False})
     if work.unpad:
         unpad_towers(model)
-    if work.compile is not None:
-        compile_towers(model, work.compile)
+    if work.compile:
+        compile_towers(model)
     if work.graphs:
         graph_towers(model)
     _set_precision(model, work.precision)
     try:
         return _timed(VARIANTS[case.way], model, optimizer, work, updates, seed)
     except torch.OutOfMemoryError:
-        return Failure("out of memory")
+        return Turn([], failed="out of memory")
     except TorchDynamoException as error:
         first_line, *_ = str(error).strip().split("\n")
-        return Failure(f"not compiled ({type(error).__name__}: {first_line})")
+        return Turn([], failed=f"not compiled ({type(error).__name__}: {first_line})")
     finally:
         model.__dict__.pop("forward", None)
         for encoder in encoders(model):
@@ -264,13 +321,10 @@ def _check(size: str, cases: Sequence[Case], rounds: int, updates: int, cuda: bo
         for name, least in {"n_total": 1, "query_tokens": 1, "passage_tokens": 1, "hard_negatives": 0, "bank": 0}.items():
             if getattr(work, name) < least:
                 raise ValueError(f"{name}={getattr(work, name)} must be at least {least}")
-        for name, choices in {"precision": PRECISIONS, "lengths": LENGTHS, "compile": (None, *REGIONS)}.items():
+        for name, choices in {"precision": PRECISIONS, "lengths": LENGTHS}.items():
             if getattr(work, name) not in choices:
-                listed = ", ".join(choice for choice in choices if choice is not None)
-                raise ValueError(f"{name} {getattr(work, name)!r} is unknown; choose one of {listed}")
+                raise ValueError(f"{name} {getattr(work, name)!r} is unknown; choose one of {', '.join(choices)}")
         if work.unpad:
-            check_unpadded(work.precision, work.compile is not None, cuda)
+            check_unpadded(work.precision, work.compile, cuda)
         if work.graphs:
             check_graphs(work.checkpointing, work.unpad, cuda)
-            if work.compile == "stacks":
-                raise ValueError("graphs and compiled stacks do not go together; compile layers")

@@ -74,13 +74,8 @@ def judge_run(run: Path, data: Ready) -> dict[str, float]:
     by: dict[str, Any] = (
         {"top": [int(name.partition("@")[2]) for name in data.metrics]} if data.qrels is None else {"metrics": data.metrics}
     )
-    options: dict[str, Any] = {
-        "split": data.split,
-        "match": data.match,
-        "k": PASSAGES_RANKED,
-        "progress": False,
-    }
-    found: dict[str, float] = judge(run / "model", output=run, **sources, **options, **by)["metrics"]
+    where: dict[str, Any] = {"output": run, "split": data.split, "match": data.match, "k": PASSAGES_RANKED, "progress": False}
+    found: dict[str, float] = judge(run / "model", **sources, **where, **by)["metrics"]
     return found
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from contaccum.report.plots import Bar
 from contaccum.report.plots import bars as bar_figure
 from contaccum.report.plots import lines as line_figure
-from contaccum.report.series import Series
+from contaccum.report.series import Series, over_seeds, windowed
 
 Row = dict[str, Any]
-POINTS = 60
 
 
 def bars(rows: Sequence[Row], metric: str) -> Any:
@@ -32,15 +31,13 @@ def lines(rows: Sequence[Row], x: str, y: str, curve: str) -> Any:
 
 def curves(rows: Sequence[Row], name: str, x: str, y: str, level: float | None = None) -> Any:
     """A diagnostic over the updates, a line per group, each point the mean over a window and over the seeds."""
-    found = [_over_seeds(slot, row["group"], [_windowed(d[name]) for d in row["diagnostics"]]) for slot, row in enumerate(rows)]
+    found = [over_seeds(slot, row["group"], [windowed(d[name]) for d in row["diagnostics"]]) for slot, row in enumerate(rows)]
     return line_figure([one for one in found if one.x], x, y, zero=False, level=level)
 
 
 def mass_by_age(rows: Sequence[Row]) -> Any:
     """Mass per negative passage by age in updates, as a multiple of that of age 0, mean over all measurements."""
-    found = [
-        _over_seeds(slot, row["group"], [mass_per_passage(d["sim_mass"]) for d in row["diagnostics"]]) for slot, row in enumerate(rows)
-    ]
+    found = [over_seeds(slot, row["group"], [mass_per_passage(d["sim_mass"]) for d in row["diagnostics"]]) for slot, row in enumerate(rows)]
     if not any(one.x for one in found):
         raise ValueError("no run was long enough for a mass by age to be measured; --set diagnose_every=1")
     return line_figure([one for one in found if one.x], "age in updates", "mass / mass at age 0", level=1.0)
@@ -65,19 +62,13 @@ def time_by(rows: Sequence[Row]) -> Any:
     """Seconds of an update by samples per update, a line per way; at the bank that most rows have."""
     banks = [row["facts"]["bank"] for row in rows]
     bank = max(dict.fromkeys(banks), key=banks.count)
-    return _by_way(
-        [row for row in rows if row["facts"]["bank"] == bank], "N_total", "seconds", "seconds of an update", lambda way: way["seconds"]
-    )
-
-
-def _by_way(rows: Sequence[Row], x: str, y: str, label: str, value: Callable[[dict[str, Any]], float]) -> Any:
     points: dict[str, list[tuple[float, float, float]]] = {}
-    for row in rows:
-        for way in row["ways"]:
-            of_way = points.setdefault(way["way"], [])  # keeps its slot, hence its colour, also where all of it ran out of memory
-            if way["seconds"] is not None:
-                of_way.append((row["facts"][x], value(way), 0.0))
-    return line_figure([_banded(slot, name, sorted(values)) for slot, (name, values) in enumerate(points.items()) if values], x, label)
+    for row, way in [(one, way) for one in rows if one["facts"]["bank"] == bank for way in one["ways"]]:
+        of_way = points.setdefault(way["way"], [])  # keeps its slot, hence its colour, also where all of it ran out of memory
+        if way["seconds"] is not None:
+            of_way.append((row["facts"]["N_total"], way["seconds"], 0.0))
+    drawn = [_banded(slot, name, sorted(values)) for slot, (name, values) in enumerate(points.items()) if values]
+    return line_figure(drawn, "N_total", "seconds of an update")
 
 
 def memory_by_bank(rows: Sequence[Row]) -> Any:
@@ -94,15 +85,3 @@ def _banded(slot: int, name: str, points: Sequence[tuple[float, float, float]]) 
     x, y, spread = ([point[i] for point in points] for i in range(3))
     low, high = [a - b for a, b in zip(y, spread, strict=True)], [a + b for a, b in zip(y, spread, strict=True)]
     return Series(slot, name, list(x), list(y), low, high)
-
-
-def _over_seeds(slot: int, name: str, measured: Sequence[dict[float, float]]) -> Series:
-    shared = sorted(x for x in (measured[0] if measured else {}) if all(x in other for other in measured))
-    values = [[one[x] for one in measured] for x in shared]
-    return Series(slot, name, shared, [statistics.fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values])
-
-
-def _windowed(points: Sequence[tuple[float, float]]) -> dict[float, float]:
-    size = max(1, len(points) // POINTS)
-    parts = [points[i : i + size] for i in range(0, len(points), size)]
-    return {statistics.fmean(x for x, _ in part): statistics.fmean(y for _, y in part) for part in parts}

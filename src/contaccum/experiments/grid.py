@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -59,32 +59,22 @@ CORRECTED = {"drift_correction": "mean+zero-sum"}  # our default, see docs/drift
 _PAPER = {"similarity": "dot", "pooling": "cls", "max_seq_length": 256, "lr": 2e-5, "warmup_updates": 1237}
 _SMALL = {"similarity": "cosine", "pooling": "cls", "max_seq_length": 128, "lr": 1e-4, "epochs": 1, "save_every": 0}
 _TINY = {"similarity": "cosine", "pooling": "mean", "max_seq_length": 16, "lr": 1e-3, "epochs": 1, "save_every": 0, "diagnose_every": 1}
+_PAPERS = Scale(
+    micro=(8, 32, 128),
+    bank=2048,
+    banks=(0, 128, 512, 1024, 2048),
+    totals=(8, 32, 64, 128),
+    speed_totals=(8, 16, 32, 64, 128, 256, 512),
+    speed_banks=(128, 512, 1024, 2048, 8192),
+    memory_banks=(128, 512, 1024, 2048, 5096),
+    bench_model="bert-base",
+    bench_tokens=(256, 256),
+    train=_PAPER,
+)
 SCALES = {
-    "paper": Scale(
-        micro=(8, 32, 128),
-        bank=2048,
-        banks=(0, 128, 512, 1024, 2048),
-        totals=(8, 32, 64, 128),
-        speed_totals=(8, 16, 32, 64, 128, 256, 512),
-        speed_banks=(128, 512, 1024, 2048, 8192),
-        memory_banks=(128, 512, 1024, 2048, 5096),
-        bench_model="bert-base",
-        bench_tokens=(256, 256),
-        train=_PAPER,
-    ),
-    "small": Scale(
-        micro=(8, 32, 128),
-        bank=1024,
-        banks=(0, 128, 512, 1024, 2048),
-        totals=(8, 32, 64, 128),
-        speed_totals=(8, 32, 128, 512),
-        speed_banks=(128, 512, 1024, 2048, 8192),
-        memory_banks=(128, 512, 1024, 2048, 5096),
-        bench_model="bert-base",
-        bench_tokens=(32, 128),
-        train=_SMALL,
-        rows=20_000,
-        speed_updates=1,
+    "paper": _PAPERS,
+    "small": replace(
+        _PAPERS, bank=1024, speed_totals=(8, 32, 128, 512), bench_tokens=(32, 128), train=_SMALL, rows=20_000, speed_updates=1
     ),
     "tiny": Scale(
         micro=(2, 4, 8),
@@ -117,6 +107,4 @@ class Experiment:
 
 def with_seeds(cells: Sequence[Cell], seeds: Sequence[int]) -> list[Cell]:
     """Every cell once per seed, seed by seed, so that an interrupted grid is complete for the first seeds. Measurements have one."""
-    from dataclasses import replace
-
     return [replace(cell, seed=seed) for i, seed in enumerate(seeds) for cell in cells if i == 0 or cell.kind == "train"]

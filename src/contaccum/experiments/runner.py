@@ -20,7 +20,7 @@ from contaccum.experiments import ablation, bank_size, gradnorm, main_table, mem
 from contaccum.experiments.datasets import DATASETS, Ready, check_source, corpus_texts, ready
 from contaccum.experiments.grid import SCALES, Cell, Experiment, Scale, with_seeds
 from contaccum.experiments.processes import in_processes, in_this_process
-from contaccum.experiments.tables import markdown, rows_of, table_of
+from contaccum.experiments.tables import rows_of, table_of
 
 EXPERIMENTS: dict[str, Experiment] = {
     module.EXPERIMENT.name: module.EXPERIMENT for module in (main_table, ablation, bank_size, speed, gradnorm, simmass, memory)
@@ -204,6 +204,7 @@ def _write(request: Request, experiment: Experiment, finished: list[tuple[Cell, 
     if not finished:
         return {"rows": [], "table": [], "files": []}
     from contaccum.report.svg import save
+    from contaccum.report.tables import as_markdown, plain_table
 
     rows = rows_of(finished)
     table = table_of(rows)
@@ -215,7 +216,7 @@ def _write(request: Request, experiment: Experiment, finished: list[tuple[Cell, 
         "rows": rows,
     }
     write_json(request.output / "results.json", document)
-    write_text(request.output / "table.md", markdown(table))
+    write_text(request.output / "table.md", as_markdown(plain_table(table)))
     metric = DATASETS[request.dataset].headline
     figure = experiment.draw(rows, metric)
     save(figure, request.output, experiment.name)

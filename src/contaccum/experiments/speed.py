@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from contaccum.experiments.figures import time_by
@@ -18,19 +17,9 @@ def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
     totals = [{**base, "n_total": n_total, "bank": bank} for n_total in scale.speed_totals]
     banks = [{**base, "n_total": scale.n_total, "bank": size} for size in scale.speed_banks if size != bank]
     return [
-        Cell(
-            f"N_total = {o['n_total']}, bank = {o['bank']}",
-            o,
-            {"N_total": o["n_total"], "bank": o["bank"]},
-            "speed",
-            False,
-        )
+        Cell(f"N_total = {o['n_total']}, bank = {o['bank']}", o, {"N_total": o["n_total"], "bank": o["bank"]}, "speed", False)
         for o in [*totals, *banks]
     ]
 
 
-def draw(rows: Sequence[dict[str, Any]], metric: str) -> Any:
-    return time_by(rows)
-
-
-EXPERIMENT = Experiment("speed", "figure 4", "Seconds of one update", cells, draw)
+EXPERIMENT = Experiment("speed", "figure 4", "Seconds of one update", cells, lambda rows, metric: time_by(rows))

@@ -71,9 +71,3 @@ def _time(way: dict[str, Any]) -> str:
         return str(way["failed"])
     ratio = way["time_over_gradaccum"]
     return f"{1000 * way['seconds']:.1f} ms" + ("" if ratio is None else f" (x{ratio:.2f})")
-
-
-def markdown(table: Sequence[Sequence[str]]) -> str:
-    head, *body = table
-    lines = [head, ["---", *(["---:"] * (len(head) - 1))], *body]
-    return "".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in lines)

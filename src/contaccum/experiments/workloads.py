@@ -41,7 +41,7 @@ class Workload:
     hard_negatives: int = 1
     precision: str = "fp32"
     lengths: str = "fixed"  # of queries and passages: all of query_tokens and passage_tokens, or varied up to them
-    compile: str | None = None  # one of contaccum.towers.speed.REGIONS
+    compile: bool = False
     unpad: bool = False
     checkpointing: bool = False
     graphs: bool = False

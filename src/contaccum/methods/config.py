@@ -13,8 +13,9 @@ from contaccum.common.sizes import parse_bytes
 from contaccum.core.bank_size import auto_bank
 from contaccum.methods.table import METHODS, get_method
 
-PRECISIONS = ("fp32", "bf16", "fp16")
 CHOICES: dict[str, tuple[str | None, ...]] = {
+    "precision": ("fp32", "bf16", "fp16"),
+    "bank_dtype": (None, "float32", "bfloat16"),
     "pooling": ("cls", "mean", "lasttoken"),
     "similarity": ("dot", "cosine"),
     "gradient_scale": ("in-batch", "paper"),
@@ -24,7 +25,7 @@ ABOVE_0 = ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "d
 UNLIMITED = ("max_updates", "limit")  # where left out
 NOT_NEGATIVE = (
     *("warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"),
-    *("hard_negatives", "dev_passages", "seed"),
+    *("bank", "hard_negatives", "dev_passages", "seed"),
 )
 AUTO = 0  # n_local before it is planned
 
@@ -47,73 +48,71 @@ class TrainConfig:
     data: str = option(FIRST, "", "training set: a BEIR folder, a .jsonl file or a saved data set")
     output: str = option(FIRST, "", "run folder to write")
     model: str = option(FIRST, "bert-base-uncased", "hub name, model folder, folder with a pair of encoders, or DPR checkpoint")
-    passage_model: str | None = option(MODEL, None, "the passage tower's source, where it is another")
-    tokenizer: str | None = option(MODEL, None, "the tokenizer's source, where the model has none")
+    passage_model: str | None = option(MODEL, None, "model of the passage tower, if it is another one")
+    tokenizer: str | None = option(MODEL, None, "hub name or folder of the tokenizer, if the model has none")
     tied: bool = option(MODEL, False, "one tower for queries and passages")
     pooling: str = option(MODEL, "cls", "cls, mean or lasttoken")
     similarity: str = option(MODEL, "dot", "dot or cosine")
-    scale: float | None = option(MODEL, None, "factor on the similarity; left out: 1 for dot, 20 for cosine")
+    scale: float | None = option(MODEL, None, "factor on the similarities; left out: 1 for dot, 20 for cosine")
     max_seq_length: int = option(MODEL, 256, "tokens per text")
     method: str = option(FIRST, "contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
     n_total: int = option(FIRST, 128, "samples per update, over all processes")
-    n_local: int = option(
-        FIRST, 8, "samples whose activations fit in memory at once, per process; auto: what fits in --memory", accepts="auto"
-    )
+    n_local: int = option(FIRST, 8, "samples that fit in memory at once, per process; auto: as many as fit in --memory", accepts="auto")
     whole_updates: bool = option(
-        MEMORY, False, "encode n_total at once, micro-losses on slices: the same gradients, faster, for large memories"
+        MEMORY, False, "encode n_total at once and compute the loss in slices: same gradients, faster, needs that memory"
     )
     bank: int | str = option(FIRST, "auto", "tuples in the bank; auto: 8 updates' worth, at most a sixteenth of the rows", accepts="auto")
-    query_bank: int | None = option(METHOD, None, "queries in the bank, where fewer")
-    start_update: int = option(METHOD, 0, "updates before which there is no bank")
-    query_bank_stop_update: int | None = option(METHOD, None, "update from which on the query bank is off")
-    cache_hard_negatives: bool = option(METHOD, True, "bank hard negatives too")
+    query_bank: int | None = option(METHOD, None, "queries in the bank, if fewer than tuples; 0: none")
+    start_update: int = option(METHOD, 0, "updates without a bank at the start")
+    query_bank_stop_update: int | None = option(METHOD, None, "leave banked queries out from this update on")
+    cache_hard_negatives: bool = option(METHOD, True, "keep hard negatives in the bank too")
     mask_duplicates: bool = option(METHOD, True, "equal texts are never each other's negatives")
     drift_correction: str | None = option(
         METHOD,
         "auto",
-        "mean: read stored vectors with the present mean; mean+zero-sum: and take their mean off the passages' gradients; "
-        "none: neither, as the paper; auto: mean+zero-sum where the bank holds vectors of older weights",
+        "mean: give stored vectors the present mean; mean+zero-sum: also take the common part off the passages' gradients; "
+        "none: neither, as in the paper; auto: mean+zero-sum if the bank holds vectors of older weights",
     )
-    gradient_scale: str = option(METHOD, "in-batch", "of gradients: in-batch, as without a bank; paper: divided by the banked rows too")
-    bank_dtype: str | None = option(METHOD, None, "precision of the bank: float32 or bfloat16")
-    hard_negatives: int | None = option(DATA, None, "hard negatives per query, drawn again each epoch; left out: 1 where the data has them")
+    gradient_scale: str = option(METHOD, "in-batch", "in-batch: as large as without a bank; paper: divided by the banked rows too")
+    bank_dtype: str | None = option(METHOD, None, "type of the stored vectors: float32 or bfloat16")
+    hard_negatives: int | None = option(DATA, None, "hard negatives per query, drawn again each epoch; left out: 1 if the data has any")
     epochs: float = option(FIRST, 40, "passes over the data")
-    max_updates: int | None = option(SCHEDULE, None, "stop after this many updates instead")
+    max_updates: int | None = option(SCHEDULE, None, "stop after this many updates, whatever --epochs says")
     lr: float = option(FIRST, 2e-5, "peak learning rate")
-    warmup_updates: int = option(SCHEDULE, 1237, "updates of linear warm-up; a tenth of the run where it is shorter than that")
+    warmup_updates: int = option(SCHEDULE, 1237, "updates of linear warm-up; in a run shorter than that, a tenth of the run")
     weight_decay: float = option(SCHEDULE, 0.0, "AdamW's weight decay")
     adam_eps: float = option(SCHEDULE, 1e-8, "AdamW's epsilon")
-    max_grad_norm: float = option(SCHEDULE, 2.0, "gradient clipping; 0: none")
+    max_grad_norm: float = option(SCHEDULE, 2.0, "clip gradients to this norm; 0: no clipping")
     precision: str = option(MEMORY, "fp32", "fp32, bf16 or fp16 (autocast)")
-    memory: str | None = option(FIRST, None, "hold the CUDA allocator to this, as 11GB")
+    memory: str | None = option(FIRST, None, "limit PyTorch's GPU memory to this, as 11GB")
     gradient_checkpointing: bool = option(MEMORY, False, "recompute activations in the backward pass")
-    torch_compile: bool = option(MEMORY, False, "compile the towers' layers, which takes its time at the start")
+    torch_compile: bool = option(MEMORY, False, "compile the towers' layers; takes time at the start")
     unpad: bool | None = option(
         MEMORY,
         None,
-        "compute no padding: BERT, DistilBERT, ELECTRA, RoBERTa and XLM-RoBERTa; left out: in half precision on NVIDIA GPUs since Ampere",
+        "compute no padding (BERT, DistilBERT, ELECTRA, RoBERTa, XLM-RoBERTa); left out: on in half precision on NVIDIA GPUs since Ampere",
     )
     cuda_graphs: bool = option(
-        MEMORY, False, "launch a tower's layers at once, for micro-batches too small to fill the GPU; the same encoders"
+        MEMORY, False, "launch a tower's layers at once: faster if micro-batches are too small to fill the GPU; same encoders as --unpad"
     )
-    tf32: bool = option(MEMORY, False, "fp32 matrix products with 10 bits of mantissa instead of 23, on NVIDIA GPUs since Ampere")
+    tf32: bool = option(MEMORY, False, "faster, less exact fp32 matrix products, on NVIDIA GPUs since Ampere")
     seed: int = option(DATA, 42, "seed of weights, order, dropout and drawn negatives")
     split: str = option(DATA, "train", "split of a BEIR folder to train on")
-    limit: int | None = option(DATA, None, "train on the first so many rows")
+    limit: int | None = option(DATA, None, "train on this many rows only, the first ones")
     save_every: int = option(SAVING, 500, "updates between checkpoints; 0: none")
     keep_checkpoints: int = option(SAVING, 2, "checkpoints kept")
     log_every: int = option(SAVING, 10, "updates between writes to the log")
-    diagnose_every: int = option(SAVING, 10, "updates between timings in diagnostics.jsonl; 0: no diagnostics")
-    drift_every: int = option(SAVING, 0, "updates between measurements of the bank's drift by age; 0: none")
+    diagnose_every: int = option(SAVING, 10, "updates between two timings in diagnostics.jsonl; 0: no diagnostics")
+    drift_every: int = option(SAVING, 0, "updates between two measurements of how far stored vectors have drifted; 0: none")
     dev: str | None = option(
-        EVALUATION, None, "BEIR folder or prepared set whose dev queries are searched during training; the best model is kept"
+        EVALUATION, None, "BEIR folder or prepared set with dev queries to search during training; the best model is kept"
     )
-    dev_split: str = option(EVALUATION, "dev", "its split")
-    dev_every: int = option(EVALUATION, 100, "updates between such searches")
-    dev_metric: str = option(EVALUATION, "MRR@10", "chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
-    dev_passages: int | None = option(EVALUATION, None, "search the dev queries' relevant passages and this many others instead of all")
+    dev_split: str = option(EVALUATION, "dev", "split of --dev")
+    dev_every: int = option(EVALUATION, 100, "updates between two searches")
+    dev_metric: str = option(EVALUATION, "MRR@10", "metric that chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
+    dev_passages: int | None = option(EVALUATION, None, "search the relevant passages and this many others instead of all")
     workers: int | None = option(DATA, None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
-    report_to: str = option(SAVING, "none", "none, tensorboard, wandb, ...")
+    report_to: str = option(SAVING, "none", "also log to tensorboard, wandb, ...")
 
     @property
     def bank_size(self) -> int:
@@ -122,17 +121,21 @@ class TrainConfig:
         return self.bank
 
     def check(self) -> None:
-        """ValueError that names the first value that cannot be."""
+        """ValueError that names the first value that cannot be, or not on this machine."""
         import torch
 
         if not self.data:
             raise ValueError("no training set: give --data")
         if not self.output:
             raise ValueError("no run folder: give --output")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision {self.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
-        if self.bank_dtype not in (None, "float32", "bfloat16"):
-            raise ValueError(f"bank_dtype {self.bank_dtype!r} is unknown; choose float32 or bfloat16")
+        self.check_values()
+        if self.precision == "fp16" and not torch.cuda.is_available():
+            raise ValueError("precision fp16 needs a CUDA device; use bf16 or fp32")
+        if self.tf32 and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
+            raise ValueError("tf32 needs an NVIDIA GPU of the Ampere generation or later; leave it out")
+
+    def check_values(self) -> None:
+        """ValueError that names the first value that cannot be."""
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 listed = ", ".join("none" if choice is None else choice for choice in choices)
@@ -144,28 +147,18 @@ class TrainConfig:
         for name in ABOVE_0:
             if name in numbers and not numbers[name] > 0:
                 raise ValueError(f"{name}={numbers[name]} must be above 0" + ("; leave it out for no limit" if name in UNLIMITED else ""))
-        check_bank(self.bank)
+        if self.bank != "auto" and not isinstance(self.bank, int):
+            raise ValueError(f"bank={self.bank!r} is not a number of tuples; give one, or auto")
         for name in NOT_NEGATIVE:
             if numbers.get(name, 0) < 0:
                 raise ValueError(f"{name}={numbers[name]} is negative; use 0 or more")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
-        if self.precision == "fp16" and not torch.cuda.is_available():
-            raise ValueError("precision fp16 needs a CUDA device; use bf16 or fp32")
-        if self.tf32 and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
-            raise ValueError("tf32 needs an NVIDIA GPU of the Ampere generation or later; leave it out")
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
         get_method(self.method)
         if self.memory is not None:
             parse_bytes(self.memory)
-
-
-def check_bank(bank: int | str) -> None:
-    if bank != "auto" and not isinstance(bank, int):
-        raise ValueError(f"bank={bank!r} is not a number of tuples; give one, or auto")
-    if isinstance(bank, int) and bank < 0:
-        raise ValueError(f"bank={bank} is negative; use 0 or more")
 
 
 def with_bank(config: TrainConfig, micro_batch: int = 1, rows: int | None = None) -> TrainConfig:

@@ -37,16 +37,16 @@ def report(
     introduction: str = "",
     provenance: Mapping[str, Any] | None = None,
 ) -> Summary:
-    """Any set of runs as one page: what happened, and which is better?
+    """Compare runs on one page: what happened, and which is better?
 
     Args:
         runs: folders that contaccum train wrote; those that differ only in seed become one row, with mean and deviation
         output: page to write; plots go to the folder OUTPUT-plots beside it
         json: also write the results as JSON
         markdown: also write the tables as Markdown
-        metric: ranks the runs (default: MRR@10 or what else all have)
+        metric: metric that ranks the runs (default: MRR@10, or another that all have)
         baseline: run folder, or name in the table, that all are tested against (default: the best)
-        compare: two run folders, or names in the table: every metric's difference, interval and test; repeatable
+        compare: two run folders, or names in the table, to compare by every metric; repeatable
         names: of rows, by the folder of their first run; None: made of the configuration
         introduction: plain text, below the verdict
         provenance: of the whole, besides that of each run
@@ -66,12 +66,12 @@ def report(
             browser = query_browser(rows, summary.headline)
         except (ValueError, OSError) as error:
             reason = f"There is no query browser: {error}."
-    _write(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
+    write_text(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
     if json is not None:
         results = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
-        _write(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        write_text(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if markdown is not None:
-        _write(markdown, as_text(summary))
+        write_text(markdown, as_text(summary))
     return summary
 
 
@@ -95,13 +95,6 @@ def _check(folders: Sequence[Path], outputs: Mapping[str, str | Path | None]) ->
     for option, output in outputs.items():
         check_file(output, taken, option)
         taken.append(output)
-
-
-def _write(file: str | Path, text: str) -> None:
-    try:
-        write_text(file, text)
-    except OSError as error:
-        raise ValueError(f"{file} cannot be written: {error.strerror or error}; choose another file") from error
 
 
 def _finite(value: Any) -> Any:

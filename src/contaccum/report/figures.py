@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from contaccum.report import plots
 from contaccum.report.numbers import duration, percent, size
 from contaccum.report.plots import Bar
-from contaccum.report.rows import MEMORY, ConfigRow, memory_measure
+from contaccum.report.rows import MEMORY, ConfigRow, Spread, memory_measure
 from contaccum.report.series import (
     POINTS,
     Series,
@@ -45,11 +45,9 @@ def _quality(summary: Summary) -> Iterator[Drawing]:
     metric = summary.headline
     if metric is None:
         return
-    values = [(slot, row, row.metric(metric)) for slot, row in enumerate(summary.rows)]
-    drawn = [Bar(slot, row.name, 100 * s.mean, None if s.deviation is None else 100 * s.deviation) for slot, row, s in values if s]
-    if drawn:
+    if drawn := _bars(summary.rows, lambda row: row.metric(metric), 0.01):
         figure = plots.bars(drawn, f"{metric} (%)", lambda value: percent(value / 100))
-        yield Drawing("quality", "results", metric, f"{metric} on the test queries{_spread(summary.rows, 'standard deviation')}.", figure)
+        yield Drawing("quality", "results", metric, f"{metric} on the test queries{_spread(summary.rows)}.", figure)
 
 
 def _learning(rows: list[ConfigRow], headline: str | None) -> Iterator[Drawing]:
@@ -88,18 +86,18 @@ def _inside(rows: list[ConfigRow]) -> Iterator[Drawing]:
 
 
 def _cost(rows: list[ConfigRow]) -> Iterator[Drawing]:
-    if seconds := _bars(rows, "seconds"):
-        caption = f"Training time{_spread(rows, 'standard deviation')}. Comparable for runs on the same machine."
+    if seconds := _bars(rows, lambda row: row.measured("seconds")):
+        caption = f"Training time{_spread(rows)}. Comparable for runs on the same machine."
         yield Drawing("time", "results", "Time", caption, plots.bars(seconds, "seconds", duration))
     measure = memory_measure(rows)
-    if measure is not None and (peaks := _bars(rows, measure, 1e6)):
+    if measure is not None and (peaks := _bars(rows, lambda row: row.measured(measure), 1e6)):
         what = MEMORY[measure][0].upper() + MEMORY[measure][1:]
         figure = plots.bars(peaks, "MB", lambda value: size(value * 1e6))
         yield Drawing(
             "memory",
             "results",
             "Memory of the bank" if measure == "bank_bytes" else "Memory",
-            f"{what}{_spread(rows, 'standard deviation')}.",
+            f"{what}{_spread(rows)}.",
             figure,
         )
     phases = [(slot, row.name, seconds_of) for slot, row in enumerate(rows) if (seconds_of := phase_seconds(row))]
@@ -108,8 +106,8 @@ def _cost(rows: list[ConfigRow]) -> Iterator[Drawing]:
         yield Drawing("phases", "training", "Where an update's time goes", caption, plots.stacked(phases, "seconds per update"))
 
 
-def _bars(rows: list[ConfigRow], name: str, unit: float = 1.0) -> list[Bar]:
-    found = [(slot, row.name, row.measured(name)) for slot, row in enumerate(rows)]
+def _bars(rows: list[ConfigRow], measure: Callable[[ConfigRow], Spread | None], unit: float = 1.0) -> list[Bar]:
+    found = [(slot, row.name, measure(row)) for slot, row in enumerate(rows)]
     return [Bar(slot, label, s.mean / unit, None if s.deviation is None else s.deviation / unit) for slot, label, s in found if s]
 
 
@@ -117,8 +115,8 @@ def _band(drawn: list[Series]) -> str:
     return " Lines are means over seeds, bands their lowest to highest." if any(one.low != one.high for one in drawn) else ""
 
 
-def _spread(rows: list[ConfigRow], word: str) -> str:
-    return f", mean and {word} over seeds" if any(len(row.runs) > 1 for row in rows) else ""
+def _spread(rows: list[ConfigRow]) -> str:
+    return ", mean and standard deviation over seeds" if any(len(row.runs) > 1 for row in rows) else ""
 
 
 def _file_name(text: str) -> str:

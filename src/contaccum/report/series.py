@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from contaccum.report.folders import Line, Run, number
+from contaccum.report.folders import Run, number
 from contaccum.report.rows import ConfigRow
 
 POINTS = 60  # of a curve over updates, about: each is the mean of a window
@@ -29,36 +29,36 @@ class Series(NamedTuple):
 
 def series(rows: Sequence[ConfigRow], curve: Callable[[Run], Curve]) -> list[Series]:
     """Of every row that has at least one point."""
-    found = []
-    for slot, row in enumerate(rows):
-        curves = [points for run in row.runs if (points := curve(run))]
-        shared = sorted(x for x in (curves[0] if curves else {}) if all(x in other for other in curves))
-        values = [[points[x] for points in curves] for x in shared]
-        if shared:
-            found.append(
-                Series(slot, row.name, shared, [statistics.fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values])
-            )
-    return found
+    found = (over_seeds(slot, row.name, [points for run in row.runs if (points := curve(run))]) for slot, row in enumerate(rows))
+    return [one for one in found if one.x]
 
 
-def windowed(lines: Sequence[Line], name: str, window: int | None = None) -> Curve:
-    """Mean of the finite values of `name` over `window` updates (None: so many that about `POINTS` remain), at their mean update."""
-    size = window or max(1, len(lines) // POINTS)
+def over_seeds(slot: int, name: str, curves: Sequence[Curve]) -> Series:
+    """At the points that all curves have."""
+    shared = sorted(x for x in (curves[0] if curves else {}) if all(x in other for other in curves))
+    values = [[points[x] for points in curves] for x in shared]
+    return Series(slot, name, shared, [statistics.fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values])
+
+
+def windowed(points: Sequence[tuple[float, Any]], window: int | None = None) -> Curve:
+    """Mean of the finite values over `window` updates (None: so many that about `POINTS` windows remain), at their mean update."""
+    size = window or max(1, len(points) // POINTS)
     curve: Curve = {}
-    for start in range(0, len(lines), size):
-        part = [(line["update"], value) for line in lines[start : start + size] if (value := number(line.get(name))) is not None]
+    for start in range(0, len(points), size):
+        part = [(update, value) for update, told in points[start : start + size] if (value := number(told)) is not None]
         if part:
             curve[statistics.fmean(update for update, _ in part)] = statistics.fmean(value for _, value in part)
     return curve
 
 
 def loss_curve(run: Run, window: int | None = None) -> Curve:
-    return windowed(run.log, "loss", window)
+    return windowed([(line["update"], line["loss"]) for line in run.log], window)
 
 
 def ratio_curve(run: Run, window: int | None = None) -> Curve:
     """Gradient norm of the passage tower over that of the query tower."""
-    return windowed([line for line in run.diagnostics if number(line.get("update")) is not None], "grad_norm_ratio", window)
+    points = ((number(line.get("update")), line.get("grad_norm_ratio")) for line in run.diagnostics)
+    return windowed([(update, ratio) for update, ratio in points if update is not None], window)
 
 
 def dev_curve(run: Run, metric: str) -> Curve:
@@ -75,18 +75,29 @@ def mass_curve(run: Run) -> Curve:
 
     An age that a measurement does not have counts as 0 there: positives and all ages then still sum to 1.
     """
-    measured = [line["sim_mass"]["by_age"] for line in run.diagnostics if _has(line.get("sim_mass"), "by_age")]
-    kept = [dict(_pairs(entries, "mass")) for entries in measured[len(measured) // 2 :]]
-    ages = sorted({age for masses in kept for age in masses})
-    return {age: 100 * math.fsum(masses.get(age, 0.0) for masses in kept) / len(kept) for age in ages}
+    kept = _by_age([line["sim_mass"]["by_age"] for line in run.diagnostics if _has(line.get("sim_mass"), "by_age")], "mass")
+    return {age: 100 * math.fsum(masses) / len(kept) for age, masses in _ages(kept).items()}
 
 
 def drift_curve(run: Run, tower: str) -> Curve:
     """age in updates -> cosine between a stored vector and the same text encoded now, mean over the second half of the measurements."""
-    measured = [line["drift"] for line in run.diagnostics if isinstance(line.get("drift"), list)]
-    kept = [dict(_pairs(entries, f"{tower}_cosine")) for entries in measured[len(measured) // 2 :]]
-    ages = sorted({age for cosines in kept for age in cosines})
-    return {age: statistics.fmean(cosines[age] for cosines in kept if age in cosines) for age in ages}
+    kept = _by_age([line["drift"] for line in run.diagnostics if isinstance(line.get("drift"), list)], f"{tower}_cosine")
+    return {age: statistics.fmean(cosines) for age, cosines in _ages(kept).items()}
+
+
+def _by_age(measured: Sequence[Sequence[Any]], name: str) -> list[Curve]:
+    """age -> value of each measurement of the second half, where both are numbers."""
+    kept = []
+    for entries in measured[len(measured) // 2 :]:
+        found = [(number(entry.get("age_updates")), number(entry.get(name))) for entry in entries if isinstance(entry, dict)]
+        kept.append({age: value for age, value in found if age is not None and value is not None})
+    return kept
+
+
+def _ages(measured: Sequence[Curve]) -> dict[float, list[float]]:
+    """age -> the values of those that have it."""
+    ages = sorted({age for values in measured for age in values})
+    return {age: [values[age] for values in measured if age in values] for age in ages}
 
 
 def phase_seconds(row: ConfigRow) -> dict[str, float]:
@@ -97,9 +108,3 @@ def phase_seconds(row: ConfigRow) -> dict[str, float]:
 
 def _has(value: Any, *names: str, kind: type = list) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name in names)
-
-
-def _pairs(entries: Sequence[Any], name: str) -> list[tuple[float, float]]:
-    """(age, value) of the entries that have both."""
-    found = [(number(entry.get("age_updates")), number(entry.get(name))) for entry in entries if isinstance(entry, dict)]
-    return [(age, value) for age, value in found if age is not None and value is not None]

@@ -32,10 +32,7 @@ def page_svg(text: str, name: str, label: str) -> str:
     rest = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", rest, flags=re.DOTALL)  # its rule `*` would reach the whole page
     rest = rest.replace("xlink:href", "href").replace(' id="', f' id="{name}-')
     rest = re.sub(r'(href="|url\()#', rf"\g<1>#{name}-", rest)
-    for colour, themed in {INK: "currentColor", RULE: "var(--rule)", **_series()}.items():
+    series = {style.light: f"var({variable(place)})" for place, style in enumerate(STYLES)}
+    for colour, themed in {INK: "currentColor", RULE: "var(--rule)", **series}.items():
         rest = rest.replace(colour, themed)
     return f'{opening} role="img" aria-label="{html.escape(label)}">{rest}'.strip()
-
-
-def _series() -> dict[str, str]:
-    return {style.light: f"var({variable(place)})" for place, style in enumerate(STYLES)}

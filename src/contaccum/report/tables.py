@@ -87,12 +87,12 @@ def difference_tables(rows: Sequence[ConfigRow]) -> list[Table]:
     found = differences(rows)
     names, columns = [row.name for row in rows], [[name, *map(value_text, values)] for name, values in found.items()]
     if len(rows) <= ACROSS:
-        return [_plain_table([["field", *names], *columns])] if found else []
+        return [plain_table([["field", *names], *columns])] if found else []
     parts = [columns[start : start + ACROSS] for start in range(0, len(columns), ACROSS)]
-    return [_plain_table(list(zip(["run", *names], *part, strict=True))) for part in parts]
+    return [plain_table(list(zip(["run", *names], *part, strict=True))) for part in parts]
 
 
-def _plain_table(lines: Sequence[Sequence[str]]) -> Table:
+def plain_table(lines: Sequence[Sequence[str]]) -> Table:
     return Table(list(lines[0]), [[Cell(text) for text in line] for line in lines[1:]])
 
 

@@ -68,7 +68,7 @@ class Encoder:
         return [(places, self.model.preprocess([texts[i] for i in places], prompt=self.prompt, task=self.task)) for places in groups]
 
     @torch.inference_mode()
-    def vectors(self, batches: Sequence[Batch], encoded: Callable[[int], None] = lambda texts: None) -> NDArray[np.float32]:
+    def vectors(self, batches: Sequence[Batch], encoded: Callable[[int], object] = lambda texts: None) -> NDArray[np.float32]:
         """(texts, dim) in the order of the window that `batches` came from; `encoded` is called with the size of each batch."""
         places = np.concatenate([places for places, _ in batches])
         with self._autocast():

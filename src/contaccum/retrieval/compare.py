@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,12 +24,10 @@ def paired_comparison(first: Mapping[str, float], second: Mapping[str, float]) -
     from scipy import stats
 
     differences = [first[query] - second[query] for query in first]
-    count, mean = len(differences), math.fsum(differences) / len(differences)
-    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in differences) / (count - 1))
-    found = {"queries": count, "difference": mean, "wins": sum(d > 0 for d in differences), "losses": sum(d < 0 for d in differences)}
+    mean, deviation = statistics.fmean(differences), statistics.stdev(differences)
+    found = {"queries": len(first), "difference": mean, "wins": sum(d > 0 for d in differences), "losses": sum(d < 0 for d in differences)}
     if deviation <= 1e-12 * abs(mean) or deviation == 0:
         return {**found, "low": mean, "high": mean, "p_value": 0.0 if mean else 1.0, "effect_size": None if mean else 0.0}
-    error = deviation / math.sqrt(count)
-    reach = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1)) * error
-    p_value = 2 * float(stats.t.sf(abs(mean / error), count - 1))
-    return {**found, "low": mean - reach, "high": mean + reach, "p_value": p_value, "effect_size": mean / deviation}
+    test = stats.ttest_1samp(differences, 0)
+    low, high = map(float, test.confidence_interval(CONFIDENCE))
+    return {**found, "low": low, "high": high, "p_value": float(test.pvalue), "effect_size": mean / deviation}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from itertools import count, islice
 from pathlib import Path
@@ -60,26 +60,28 @@ def encode(
     device: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Turn texts into vectors: a folder of shards, which `Vectors` reads.
+    """Turn texts into vectors, stored as a folder of shards.
 
-    They equal `model.encode_document` (with `queries`: `encode_query`) up to rounding; of a model whose similarity is cosine, with
-    `normalize_embeddings=True`, so that search is always by inner product. Run again after an interruption, it keeps the shards that
+    `Vectors` reads them. They equal `model.encode_document` (with `queries`: `encode_query`) up to rounding. If the model compares by
+    cosine they are normalised, so that search is always by inner product. On a GPU they are computed in fp16: it has three bits more than
+    bf16, half precision is what is stored, and a value that overflows is noticed. Run again after an interruption, it keeps the shards that
     are there: the files are the same as without one. Under torchrun the processes share the shards.
 
     Args:
-        model: trained model, folder or name (in Python also a SentenceTransformer)
-        texts: collection: BEIR folder, passages .tsv or .jsonl (also .gz, .xz); with --queries, queries
-        output: folder of shards to write, or to go on with
+        model: trained model, folder or name (in Python also the object)
+        texts: collection, as BEIR folder, .tsv or .jsonl (also .gz, .xz); with --queries, queries
+        output: folder of shards to write or continue
         queries: the texts are queries: BEIR or prepared folder, .json, .jsonl, .csv, .tsv
         split: queries of this split (BEIR and prepared folders)
         dtype: of the stored vectors: float16 or float32
         shard_size: vectors in a file; processes share the work by files
         max_seq_length: tokens per text; left out: the model's
         tokens_per_batch: tokens that the model reads at once; left out: 4096 on a CPU, 65536 on a GPU
-        precision: of the computation: fp32, bf16 or fp16; left out: fp32 on a CPU, fp16 on a GPU (three bits more than bf16, and half
-            precision is what is stored; a value that overflows is noticed)
-        device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one
+        precision: of the computation: fp32, bf16 or fp16; left out: fp32 on a CPU, fp16 on a GPU
+        device: cpu, cuda, cuda:1, ...; left out: a GPU if there is one
     """
+    from tqdm import tqdm
+
     from contaccum.retrieval.model import model_on_device
 
     started, output = time.monotonic(), Path(output)
@@ -91,23 +93,24 @@ def encode(
     description = _description(loaded, encoder, model, source, dtype, shard_size)
     _open_output(output, description)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    done = _Progress(source, progress and rank == 0, world)
-    total, number = 0, -1
-    for number, size, shard in _shards(iter(source), shard_size, rank, world):
-        total += size
-        if shard:
-            _encode_shard(encoder, shard, output, number, dtype, done)
-    done.close()
+    total, number, encoded, busy = 0, -1, 0, 0.0
+    shown = progress and rank == 0
+    about = -(-source.about() // world) if shown else None
+    with tqdm(total=about, desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar:
+        for number, size, shard in _shards(iter(source), shard_size, rank, world):
+            total, begun = total + size, time.monotonic()
+            if shard and _encode_shard(encoder, shard, output, number, dtype, bar.update):
+                encoded, busy = encoded + len(shard), busy + time.monotonic() - begun
     shards = number + 1
     complete = _finish(output, shards, total)
     return {
         "texts": total,
-        "encoded": done.encoded,
+        "encoded": encoded,
         "shards": shards,
         "dim": description["dim"],
         "complete": complete,
         "seconds": time.monotonic() - started,
-        "texts_per_second": done.rate(),
+        "texts_per_second": encoded / busy if encoded else 0.0,
         "output": str(output),
     }
 
@@ -149,37 +152,8 @@ class _Source:
         return len(self.queries) if self.queries is not None else count_lines(self.path)
 
 
-class _Progress:
-    """Passages per second and time left, of this process's part; shards that were there do not count."""
-
-    def __init__(self, source: _Source, shown: bool, world: int) -> None:
-        from tqdm import tqdm
-
-        self.encoded, self.started = 0, 0.0
-        total = -(-source.about() // world) if shown else None
-        self.bar = tqdm(total=total, desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True)
-
-    def add(self, texts: int) -> None:
-        self.encoded += texts
-        self.bar.update(texts)
-
-    def skip(self, texts: int) -> None:
-        if self.bar.total is not None:
-            self.bar.total = max(self.bar.n, self.bar.total - texts)
-            self.bar.refresh()
-
-    def begin(self) -> None:
-        self.started = self.started or time.monotonic()
-
-    def rate(self) -> float:
-        return self.encoded / (time.monotonic() - self.started) if self.encoded else 0.0
-
-    def close(self) -> None:
-        self.bar.close()
-
-
-def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: int, dtype: str, done: _Progress) -> None:
-    """Steps 2 and 3 for one shard."""
+def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: int, dtype: str, advance: Callable[[int], object]) -> bool:
+    """Steps 2 and 3 for one shard; whether it had to be encoded."""
     from contaccum.retrieval.batches import ahead
 
     ids, texts = [key for key, _ in shard], [text for _, text in shard]
@@ -187,14 +161,14 @@ def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: in
     if (entry := read_entry(output, number)) is not None:
         if entry.texts_sha256 != checksum:
             raise DataError(f"{output} was encoded from other texts (shard {number} differs); choose another output")
-        return done.skip(len(shard))
+        advance(len(shard))
+        return False
     forget_entry(output, number)
-    done.begin()
     id_array(ids)  # an id that cannot be stored is refused before its shard is encoded
     windows = (texts[begin : begin + WINDOW] for begin in range(0, len(texts), WINDOW))
-    parts = [stored(encoder.vectors(batches, done.add), dtype) for batches in ahead(encoder.batches(window) for window in windows)]
+    parts = [stored(encoder.vectors(batches, advance), dtype) for batches in ahead(encoder.batches(window) for window in windows)]
     write_shard(output, number, np.concatenate(parts), ids, checksum)
-    return None
+    return True
 
 
 def stored(vectors: NDArray[np.float32], dtype: str) -> NDArray[Any]:

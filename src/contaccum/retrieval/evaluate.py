@@ -43,13 +43,13 @@ def evaluate(
     Args:
         run: TREC run file, or DPR's retriever output (.json)
         qrels: judgements: a qrels .tsv or a BEIR folder
-        queries: queries with answers, as for encode; left out: those in a .json run
+        queries: queries with answers; left out: those in a .json run
         collection: passages in which answers are looked up
-        split: split of --qrels or --queries, where a folder; left out: test for qrels
+        split: split of a folder given as --qrels or --queries; left out: test for qrels
         match: answers are string or regex (CuratedTREC)
         metrics: by qrels: NDCG, Recall, MRR, MAP, P at a rank (default NDCG@10,Recall@100,MRR@10,MAP@100)
         top: ranks of Top@k by answers (default 1,5,20,100)
-        compare: another run: difference, paired t-test, effect, 95% interval
+        compare: another run to compare with: difference, 95% interval, paired t-test, effect size
         output: JSON file to write, with a value per query
     """
     if not top or min(top) < 1:

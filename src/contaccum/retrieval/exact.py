@@ -52,7 +52,7 @@ def exact_search(
     vectors: Vectors,
     k: int,
     device: str | None = None,
-    advance: Callable[[int], None] = lambda vectors: None,
+    advance: Callable[[int], object] = lambda vectors: None,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     """Equals `brute_force`. `advance` is called with the number of vectors that have passed. Queries and results must fit in memory."""
     check_device(device)
@@ -122,7 +122,7 @@ def _search_block(kinds: Sequence[Products], block: Tensor, start: int, best: To
         for products, fast in zip(kinds, converted, strict=True):
             errors = products.error * longest * products.lengths[begin : begin + size]
             share = DENSE if products is kinds[-1] else 0.0
-            pairs = propose(products, begin, begin + len(floors), fast, floors, errors, best.k, share)
+            pairs = _propose(products, begin, begin + len(floors), fast, floors, errors, best.k, share)
             if pairs is not None:
                 break
         if pairs is not None:
@@ -174,18 +174,12 @@ def _best_of_all(queries: Tensor, block: Tensor, by_id: Tensor, k: int) -> tuple
     return rows, by_id[columns], scores[rows, columns]
 
 
-def propose(
-    products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int, share: float = DENSE
-) -> Pairs | None:
+def _propose(products: Products, begin: int, end: int, block: Tensor, floors: Tensor, errors: Tensor, k: int, share: float) -> Pairs | None:
     """Every pair of these queries and the block that can be among its query's k best, given that k others reach `floors` (-inf: none).
 
     None where that is more than a few for each query, and more than this share of all.
     """
-    scores = products.scores(begin, end, block)  # (queries, block)
-    return _reaching(products, scores, floors - errors, errors, k, share)
-
-
-def _reaching(products: Products, scores: Tensor, lowest: Tensor, errors: Tensor, k: int, share: float) -> Pairs | None:
+    scores, lowest = products.scores(begin, end, block), floors - errors  # (queries, block)
     passing, few = products.passing(scores, lowest), len(scores) * (2 * k + SPARE)
     if _count(passing) > few:  # as of the first block, all: its own k-th best are better floors
         kth = scores.topk(k).values[:, -1].float()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import whole_path, write_json
+from contaccum.common.outputs import whole_path
 from contaccum.retrieval.batches import ahead
 from contaccum.retrieval.shards import Vectors
 
@@ -19,13 +17,10 @@ BLOCK_ROWS = 65_536
 TRAINING_ROWS = 400_000  # IVF4096 asks for at least 39 vectors a cell
 
 
-def open_index(vectors: Vectors, factory: str, file: Path, advance: Callable[[int], None] = lambda vectors: None) -> Any:
-    """The index of these vectors: read from `file`, or built and written there. One of other vectors or another kind is refused."""
-    faiss = _faiss()
-    wanted = {"factory": factory, "vectors": vectors.checksum, "count": len(vectors)}
+def open_index(vectors: Vectors, factory: str, advance: Callable[[int], object] = lambda vectors: None) -> Any:
+    """The index of these vectors: read from their folder, or built and written there under the checksum of what it holds."""
+    faiss, file = _faiss(), vectors.folder / f"{factory.replace(',', '_')}-{vectors.checksum[:16]}.faiss"
     if file.exists():
-        if _told(file) != wanted:
-            raise DataError(f"{file} is an index of other vectors or another kind than {factory}; remove it or give another --index-file")
         try:
             return faiss.read_index(str(file))
         except RuntimeError as error:
@@ -33,7 +28,6 @@ def open_index(vectors: Vectors, factory: str, file: Path, advance: Callable[[in
     index = _build(vectors, factory, advance)
     with whole_path(file) as part:
         faiss.write_index(index, str(part))
-        write_json(_telling(file), wanted)
     return index
 
 
@@ -48,7 +42,7 @@ def index_search(index: Any, queries: NDArray[Any], k: int, parameters: str = ""
     return scores, rows
 
 
-def _build(vectors: Vectors, factory: str, advance: Callable[[int], None]) -> Any:
+def _build(vectors: Vectors, factory: str, advance: Callable[[int], object]) -> Any:
     faiss = _faiss()
     try:
         index = faiss.index_factory(vectors.dim, factory, faiss.METRIC_INNER_PRODUCT)
@@ -69,15 +63,6 @@ def _sample(vectors: Vectors, rows: int) -> NDArray[np.float32]:
         np.asarray(array[-int(start) % step :: step], np.float32) for array, start in zip(vectors.arrays(), vectors.starts, strict=False)
     ]
     return np.concatenate(parts)
-
-
-def _telling(file: Path) -> Path:
-    return file.with_name(file.name + ".json")
-
-
-def _told(file: Path) -> Any:
-    telling = _telling(file)
-    return json.loads(telling.read_text(encoding="utf-8")) if telling.exists() else None
 
 
 def _reason(error: Exception) -> str:

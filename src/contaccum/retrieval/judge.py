@@ -30,12 +30,12 @@ def judge(
     device: str | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Rank the whole collection for each test query and return what `evaluate` does; vectors are not kept.
+    """Encode, search exactly and evaluate in one step. Vectors are not kept.
 
     A BEIR folder is a whole test set. Other collections need queries, with answers or with judgements (`qrels`).
 
     Args:
-        model: folder or name of a SentenceTransformer, or the object
+        model: trained model, folder or name (in Python also the object)
         collection: BEIR folder, passages .tsv or .jsonl (also .gz, .xz)
         output: folder for test.trec and evaluation.json, such as the run folder of the model
         queries: test queries; left out: those of the BEIR folder
@@ -46,7 +46,7 @@ def judge(
         top: ranks of Top@k by answers (default 1,5,20,100)
         k: passages ranked for each query
         dtype: of the vectors: float16 or float32
-        device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one
+        device: cpu, cuda, cuda:1, ...; left out: a GPU if there is one
     """
     if queries is None and is_beir(Path(collection)):
         queries, qrels = collection, qrels or collection

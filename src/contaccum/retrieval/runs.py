@@ -26,11 +26,11 @@ class Hit(NamedTuple):
 Run = dict[str, list[Hit]]  # query id -> passages, best first
 
 
-def write_run(file: TextIO, run: Mapping[str, Sequence[Hit]], tag: str = "contaccum") -> None:
-    """`query Q0 passage rank score tag`, ranks from 1; scores keep all digits of a float32."""
+def write_run(file: TextIO, run: Mapping[str, Sequence[Hit]]) -> None:
+    """`query Q0 passage rank score contaccum`, ranks from 1; scores keep all digits of a float32."""
     for query, hits in run.items():
         for rank, (key, score) in enumerate(hits, 1):
-            file.write(f"{_word(query)} Q0 {_word(key)} {rank} {score:.9g} {tag}\n")
+            file.write(f"{_word(query)} Q0 {_word(key)} {rank} {score:.9g} contaccum\n")
 
 
 def _word(key: str) -> str:

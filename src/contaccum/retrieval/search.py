@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from contaccum.retrieval.shards import Vectors
 
 QUERIES_AT_ONCE = 16_384  # held with their results; more of them read the collection again
 
-Finder = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[Any]]]  # queries -> scores, ids; an id is empty where none was found
+Finder = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[np.int64]]]  # queries -> scores, rows; -1 where none was found
 
 
 def search(
@@ -31,7 +30,6 @@ def search(
     k: int = 100,
     device: str | None = None,
     index: str | None = None,
-    index_file: str | Path | None = None,
     index_parameters: str = "",
     json_output: str | Path | None = None,
     collection: str | Path | None = None,
@@ -41,38 +39,40 @@ def search(
     verify: bool = True,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Find each query's best passages, streaming over vectors that need not fit in memory. Exact unless `index` says otherwise.
+    """Find each query's best passages: exactly, unless an index is given. The vectors need not fit in memory.
 
     Args:
         vectors: encoded passages
         queries: encoded queries, of the same model
         output: TREC run file to write
         k: passages for each query
-        device: cpu, cuda, ...; left out: a GPU where there is one
-        index: approximate search: faiss's index factory, as IVF4096,PQ64 or HNSW32
-        index_file: where the index is kept; left out: in VECTORS
-        index_parameters: of the search in it, as nprobe=64 or efSearch=128
+        device: cpu, cuda, ...; left out: a GPU if there is one
+        index: search approximately in a faiss index, as IVF4096,PQ64 or HNSW32, which is kept in VECTORS
+        index_parameters: settings of the search in it, as nprobe=64 or efSearch=128
         json_output: also write DPR's retriever output, with texts (.json)
-        collection: its passages; left out: what was encoded
-        query_texts: its queries and answers; left out: what was encoded
+        collection: passages for --json-output; left out: what was encoded
+        query_texts: queries and answers for --json-output; left out: what was encoded
         split: split of --query-texts
         match: answers are string or regex (CuratedTREC)
         verify: compare the vectors with their checksums
     """
+    from tqdm import tqdm
+
     started = time.monotonic()
     _check(k, index, index_parameters, json_output)
     passages, asked = Vectors(vectors, verify), Vectors(queries, verify)
     check_same_model(passages, asked)
-    _check_outputs(passages, asked, output, json_output, index_file)
+    _check_outputs(passages, asked, output, json_output)
     texts = None if json_output is None else _texts_of(passages, asked, collection, query_texts, split, match)
+    total, hidden = len(passages) * -(-len(asked) // QUERIES_AT_ONCE), None if progress else True
     with (
-        _progress(progress, len(passages), len(asked)) as advance,
+        tqdm(total=total, desc="searching", unit=" vectors", disable=hidden, dynamic_ncols=True) as bar,
         whole_file(output) as file,
     ):
-        find = _finder(passages, k, device, index, index_file, index_parameters, advance)
+        find = _finder(passages, k, device, index, index_parameters, bar.update)
         for start, block in asked.blocks(QUERIES_AT_ONCE):
             ids = asked.ids_at(np.arange(start, start + len(block)))
-            write_run(file, _as_run(ids, *find(block)))
+            write_run(file, _as_run(passages, ids, *find(block)))
     seconds = time.monotonic() - started
     if json_output is not None and texts is not None:
         write_dpr_results(json_output, read_run(output), *texts, match)
@@ -98,12 +98,9 @@ def _texts_of(
     return read_queries(query_texts or asked.manifest["source"], split or asked.manifest.get("split")), collection
 
 
-def _check_outputs(
-    passages: Vectors, asked: Vectors, output: str | Path, json_output: str | Path | None, index_file: str | Path | None
-) -> None:
+def _check_outputs(passages: Vectors, asked: Vectors, output: str | Path, json_output: str | Path | None) -> None:
     folders = [passages.folder.resolve(), asked.folder.resolve()]
-    check_file(index_file, option="--index-file")  # which may lie among the vectors
-    for file, taken, option in ((output, [index_file], "--output"), (json_output, [index_file, output], "--json-output")):
+    for file, taken, option in ((output, [], "--output"), (json_output, [output], "--json-output")):
         check_file(file, taken, option)
         if file is not None and Path(file).resolve().parent in folders:
             raise ValueError(f"{file} lies among encoded vectors, whose files it might replace; use another {option}")
@@ -119,52 +116,26 @@ def check_same_model(passages: Vectors, queries: Vectors) -> None:
         raise DataError(f"{passages.folder} holds queries and {queries.folder} passages; give passages first, then queries")
 
 
-def _finder(
-    vectors: Vectors,
-    k: int,
-    device: str | None,
-    index: str | None,
-    index_file: str | Path | None,
-    parameters: str,
-    advance: Callable[[int], None],
-) -> Finder:
+def _finder(vectors: Vectors, k: int, device: str | None, index: str | None, parameters: str, advance: Callable[[int], object]) -> Finder:
     """What finds a block of queries' passages."""
-
-    def by_rows(scores: NDArray[np.float32], rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[Any]]:
-        ids = vectors.ids_at(np.maximum(rows, 0))
-        ids[rows < 0] = b""
-        return scores, ids
-
     if index is not None:
         from contaccum.retrieval.index import index_search, open_index
 
-        built = open_index(vectors, index, Path(index_file or vectors.folder / f"{index.replace(',', '_')}.faiss"), advance)
-        return lambda block: by_rows(*index_search(built, block, k, parameters))
+        built = open_index(vectors, index, advance)
+        return lambda block: index_search(built, block, k, parameters)
     from contaccum.retrieval.exact import exact_search
 
-    return lambda block: by_rows(*exact_search(block, vectors, k, device, advance))
+    return lambda block: exact_search(block, vectors, k, device, advance)
 
 
-def _as_run(queries: NDArray[Any], scores: NDArray[np.float32], ids: NDArray[Any]) -> Run:
+def _as_run(passages: Vectors, queries: NDArray[Any], scores: NDArray[np.float32], rows: NDArray[np.int64]) -> Run:
     """Per query its hits by falling score, equal ones by id."""
     run: Run = {}
-    for query, row_scores, row_ids in zip(queries, scores, ids, strict=True):
-        hits = [Hit(key.decode(), float(score)) for key, score in zip(row_ids, row_scores, strict=True) if key]
+    ids = passages.ids_at(np.maximum(rows, 0))
+    for query, *found in zip(queries, scores, rows, ids, strict=True):
+        hits = [Hit(key.decode(), float(score)) for score, row, key in zip(*found, strict=True) if row >= 0]
         run[query.decode()] = sorted(hits, key=lambda hit: (-hit.score, hit.id))
     return run
-
-
-@contextmanager
-def _progress(shown: bool, vectors: int, queries: int) -> Iterator[Callable[[int], None]]:
-    from tqdm import tqdm
-
-    passes = -(-queries // QUERIES_AT_ONCE)
-    with tqdm(total=passes * vectors, desc="searching", unit=" vectors", disable=None if shown else True, dynamic_ncols=True) as bar:
-
-        def advance(passed: int) -> None:
-            bar.update(passed)
-
-        yield advance
 
 
 def _check(k: int, index: str | None, parameters: str, json_output: str | Path | None) -> None:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,57 +175,45 @@ class Vectors:
                 yield int(start) + offset, block
 
     def _shard_blocks(self, shard: ShardEntry, rows: int) -> Iterator[tuple[int, Array]]:
-        path, digest, wanted = self.folder / shard.vectors_name, hashlib.sha256(), (shard.count, self.dim)
-        with self._open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            header = (
-                file.read(size - shard.count * self.dim * self.dtype.itemsize)
-                if size > shard.count * self.dim * self.dtype.itemsize
-                else b""
-            )
-            if _header_of(header) != (wanted, self.dtype):
-                raise self._changed(path)
-            digest.update(header)
-            for offset in range(0, shard.count, rows):
-                block = np.empty((min(rows, shard.count - offset), self.dim), self.dtype)
-                if file.readinto(block.data.cast("B")) != block.nbytes:  # type: ignore[attr-defined]
-                    raise self._changed(path)
+        path, digest = self.folder / shard.vectors_name, hashlib.sha256()
+        offset = self._first_byte(path, (shard.count, self.dim))
+        with open(path, "rb") as file:
+            digest.update(file.read(offset))
+            for start in range(0, shard.count, rows):  # read, not mapped: what was used is not held
+                count = min(rows, shard.count - start)
+                block = np.fromfile(file, self.dtype, count * self.dim).reshape(count, self.dim)
                 if self.verify:
                     digest.update(block.data)
-                yield offset, block
+                yield start, block
         if self.verify and digest.hexdigest() != shard.vectors_sha256:
             raise self._changed(path)
 
+    def _first_byte(self, path: Path, shape: tuple[int, int]) -> int:
+        """Of the vectors, behind the header, in a file of this shape."""
+        try:
+            mapped = np.load(path, mmap_mode="r")
+        except OSError as error:
+            raise self._unreadable(path, error) from error
+        except (EOFError, ValueError) as error:  # cut off
+            raise self._changed(path) from error
+        if (mapped.shape, mapped.dtype) != (shape, self.dtype) or np.isfortran(mapped):
+            raise self._changed(path)
+        return int(mapped.offset)
+
     def _open_ids(self, shard: ShardEntry) -> Array:
         path = self.folder / shard.ids_name
-        with self._open(path):
-            pass
-        if self.verify and sha256_of(path) != shard.ids_sha256:
-            raise self._changed(path)
-        ids: Array = np.load(path, mmap_mode="r")
+        try:
+            if self.verify and sha256_of(path) != shard.ids_sha256:
+                raise self._changed(path)
+            ids: Array = np.load(path, mmap_mode="r")
+        except OSError as error:
+            raise self._unreadable(path, error) from error
         return ids
 
-    def _open(self, path: Path) -> BinaryIO:
-        try:
-            return open(path, "rb")
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}; run its contaccum encode again") from error
+    def _unreadable(self, path: Path, error: OSError) -> DataError:
+        return DataError(f"{path} cannot be read: {error.strerror}; run its contaccum encode again")
 
     def _changed(self, path: Path) -> DataError:
         return DataError(
             f"{path} is not the file that {self.folder / MANIFEST} describes: it is truncated, swapped or damaged; encode it again"
         )
-
-
-def _header_of(header: bytes) -> tuple[Any, Any]:
-    """(shape, dtype) that the header of a .npy file tells; (None, None) where it is none."""
-    from io import BytesIO
-
-    try:
-        file = BytesIO(header)
-        version = np.lib.format.read_magic(file)
-        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = reader(file)
-    except ValueError:
-        return None, None
-    return (shape, dtype) if not fortran and file.tell() == len(header) else (None, None)

@@ -27,8 +27,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 UNPADDED = "contaccum_unpadded"
 COUNTS = "token_counts"  # the feature's name
-REGIONS = ("layers", "stacks")
-REGION = "layers"  # of training's torch_compile
 HALF = (torch.float16, torch.bfloat16)
 HEAD_WIDTHS = 8  # flash attention takes multiples of this
 
@@ -60,35 +58,24 @@ def encoders(model: nn.Module) -> Iterator[PreTrainedModel]:
     return (tower.auto_model for tower in towers(model))
 
 
-def compile_towers(model: SentenceTransformer, region: str = REGION, backend: str = "inductor") -> None:
-    """Compile parts of all towers, for batches of any shape.
-
-    "layers": each layer, one compiled function for all. "stacks": all layers of a tower as one, which is called once instead of once a
-    layer, but takes as many times longer to compile.
+def compile_towers(model: SentenceTransformer, backend: str = "inductor") -> None:
+    """Compile the layers of all towers, one function for all, for batches of any shape.
 
     Sizes that happen to be equal, as n texts of n tokens, are not taken for one (in this process, whatever is compiled): such a batch would
     get a function of its own, and checkpointing may then recompute a layer by another function than it was computed by, which it refuses.
     """
     shapes.use_duck_shape = False
-    for part in compiled_parts(model, region):
-        part.compile(backend=backend, dynamic=True)
+    for layer in _layers(model):
+        layer.compile(backend=backend, dynamic=True)
 
 
 def uncompile_towers(model: SentenceTransformer) -> None:
-    for region in REGIONS:
-        for part in compiled_parts(model, region):
-            part._compiled_call_impl = None
+    for layer in _layers(model):
+        layer._compiled_call_impl = None
 
 
-def compiled_parts(model: SentenceTransformer, region: str) -> list[nn.Module]:
-    if region not in REGIONS:
-        raise ValueError(f"region={region!r} is unknown; choose one of {', '.join(REGIONS)}")
-    found: list[nn.Module] = []
-    for encoder in encoders(model):
-        for stack, layers in stacks(encoder):
-            # sentence-transformers calls an encoder's `forward`, which does not reach what was compiled of the encoder itself
-            found += [stack] if region == "stacks" and stack is not encoder else layers
-    return found
+def _layers(model: SentenceTransformer) -> Iterator[nn.Module]:
+    return (layer for encoder in encoders(model) for _, layers in stacks(encoder) for layer in layers)
 
 
 def stacks(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from contaccum.common.errors import DataError
-from contaccum.data.readers.files import SUFFIXES, find, passage_text, read_jsonl, read_lines, shown, text_field
+from contaccum.data.readers.files import ID_FIELDS, SUFFIXES, find, first_text, passage_text, read_jsonl, read_lines, shown, text_field
 from contaccum.data.readers.ids import SeenIds
 from contaccum.data.readers.rows import Tally, TrainingRow
 
@@ -34,15 +34,19 @@ def read_collection(folder: Path) -> Iterator[tuple[str, str, str]]:
     return read_entries(find(folder, "corpus.jsonl"))
 
 
-def read_entries(path: Path) -> Iterator[tuple[str, str, str]]:
-    """(id, title, text) for every line of a corpus or queries file, as a stream; a title that is missing is empty."""
+def read_entries(path: Path, need_ids: bool = True) -> Iterator[tuple[str, str, str]]:
+    """(id, title, text) for every line of a corpus or queries file, as a stream; a title that is missing is empty.
+
+    Without `need_ids`, lines may have none; their numbers then take its place.
+    """
     seen, line = SeenIds(), 0
     for line, record in read_jsonl(path):
-        key = text_field(record, "_id", f"{path}, line {line}")
+        place = f"{path}, line {line}"
+        key = first_text(record, ID_FIELDS, place) if need_ids else str(line)
         if not seen.add(key):
-            raise DataError(f"{path}, line {line}: the id {shown(key)} appears a second time")
-        title = "" if record.get("title") is None else text_field(record, "title", f"{path}, line {line}")
-        yield key, title, text_field(record, "text", f"{path}, line {line}")
+            raise DataError(f"{place}: the id {shown(key)} appears a second time")
+        title = "" if record.get("title") is None else text_field(record, "title", place)
+        yield key, title, text_field(record, "text", place)
     if not line:
         raise DataError(f"{path} is empty")
 

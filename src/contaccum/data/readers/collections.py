@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from contaccum.common.errors import DataError
-from contaccum.data.readers.beir import is_beir, read_collection
+from contaccum.data.readers.beir import is_beir, read_collection, read_entries
 from contaccum.data.readers.dpr import read_passages
-from contaccum.data.readers.files import ID_FIELDS, READ_ERRORS, bare_suffix, find, first_text, open_binary, passage_text, read_jsonl, shown
-from contaccum.data.readers.ids import SeenIds
+from contaccum.data.readers.files import READ_ERRORS, bare_suffix, find, open_binary, passage_text
 
 
 def read_collection_of(path: str | Path, need_ids: bool = True) -> Iterator[tuple[str, str, str]]:
@@ -25,7 +24,7 @@ def read_collection_of(path: str | Path, need_ids: bool = True) -> Iterator[tupl
         raise DataError(f"{path} does not exist; give a BEIR folder, a passages .tsv or a .jsonl")
     readers: dict[str, Callable[[Path], Iterator[tuple[str, str, str]]]] = {
         ".tsv": read_passages,
-        ".jsonl": partial(_jsonl_passages, need_ids=need_ids),
+        ".jsonl": partial(read_entries, need_ids=need_ids),
     }
     if path.is_dir() or bare_suffix(path) not in readers:
         prepared = " (of a prepared set: its folder beir, which prepare --hold-out writes)" if path.is_dir() else ""
@@ -46,15 +45,3 @@ def count_lines(path: str | Path) -> int:
             return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(2**20), b""))
         except READ_ERRORS as error:
             raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _jsonl_passages(path: Path, need_ids: bool) -> Iterator[tuple[str, str, str]]:
-    seen, line = SeenIds(), 0
-    for line, record in read_jsonl(path):
-        key = first_text(record, ID_FIELDS, f"{path}, line {line}") if need_ids else str(line)
-        if not seen.add(key):
-            raise DataError(f"{path}, line {line}: the id {shown(key)} appears a second time")
-        title = "" if record.get("title") is None else first_text(record, ("title",), f"{path}, line {line}")
-        yield key, title, first_text(record, ("text",), f"{path}, line {line}")
-    if not line:
-        raise DataError(f"{path} is empty")

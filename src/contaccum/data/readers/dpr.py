@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from contaccum.common.errors import DataError
-from contaccum.data.readers.files import checked_text, listed, passage_text, read_lines, shown, text_field
+from contaccum.data.readers.files import listed, passage_text, read_lines, shown, text_field, text_list
 from contaccum.data.readers.ids import SeenIds
 from contaccum.data.readers.json_array import read_array
 from contaccum.data.readers.rows import Tally, TrainingRow
@@ -50,7 +50,7 @@ def read_dpr(path: Path) -> Iterator[DprRecord]:
         empty = False
         yield DprRecord(
             question=normalize_question(text_field(record, "question", place)),
-            answers=_texts(record, "answers", place),
+            answers=text_list(record, "answers", place),
             positives=_passages(record, "positive_ctxs", place, required=True),
             negatives=_passages(record, "negative_ctxs", place),
             hard_negatives=_passages(record, "hard_negative_ctxs", place),
@@ -90,13 +90,6 @@ def find_retriever_files(folder: Path) -> dict[str, Path]:
         if match and (first := found.setdefault(match[1], path)) != path:
             raise DataError(f"{folder} has both {first.name} and {path.name}; choose with --{match[1]} FILE")
     return {split: found[split] for split in ("train", "dev", "test") if split in found}
-
-
-def _texts(record: dict[str, Any], name: str, place: str) -> list[str]:
-    values = record.get(name, [])
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise DataError(f"{place}: {name!r} must be a list of texts, not {shown(values)}")
-    return [checked_text(value, name, place) for value in values]
 
 
 def _passages(record: dict[str, Any], name: str, place: str, required: bool = False) -> list[Passage]:

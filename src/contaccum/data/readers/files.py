@@ -109,6 +109,14 @@ def first_text(record: dict[str, Any], names: tuple[str, ...], place: str) -> st
     raise DataError(f"{place}: no text under {' or '.join(map(repr, names))}; fields there: {listed(record)}")
 
 
+def text_list(record: dict[str, Any], name: str, place: str) -> list[str]:
+    """A list of texts; empty where there is none."""
+    values = record.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise DataError(f"{place}: {name!r} must be a list of texts, not {shown(values)}")
+    return [checked_text(value, name, place) for value in values]
+
+
 def checked_text(value: str, name: str, place: str) -> str:
     """`value`, which can be written as UTF-8: JSON can spell half of a surrogate pair, which is no character."""
     if not value.isascii():

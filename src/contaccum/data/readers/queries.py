@@ -6,12 +6,12 @@ import ast
 import csv
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from contaccum.common.errors import DataError
 from contaccum.data.readers.beir import is_beir, qrels_file, read_entries, read_qrels
 from contaccum.data.readers.dpr import normalize_question
-from contaccum.data.readers.files import ID_FIELDS, bare_suffix, find, first_text, read_jsonl, read_lines, shown
+from contaccum.data.readers.files import ID_FIELDS, bare_suffix, find, first_text, read_jsonl, read_lines, shown, text_field, text_list
 from contaccum.data.readers.ids import SeenIds
 from contaccum.data.readers.json_array import read_array
 
@@ -77,13 +77,14 @@ def _prepared_queries(folder: Path, split: str | None) -> Iterator[Query]:
 
 def _dpr_queries(path: Path) -> Iterator[Query]:
     for number, (place, record) in enumerate(read_array(path)):
-        yield Query(str(record.get("id", number)), normalize_question(first_text(record, ("question",), place)), _answers(record, place))
+        question = normalize_question(text_field(record, "question", place))
+        yield Query(str(record.get("id", number)), question, text_list(record, "answers", place))
 
 
 def _jsonl_queries(path: Path) -> Iterator[Query]:
     for line, record in read_jsonl(path):
         place = f"{path}, line {line}"
-        yield Query(first_text(record, ID_FIELDS, place), first_text(record, QUERY_FIELDS, place), _answers(record, place))
+        yield Query(first_text(record, ID_FIELDS, place), first_text(record, QUERY_FIELDS, place), text_list(record, "answers", place))
 
 
 def _qa_queries(path: Path) -> Iterator[Query]:
@@ -97,10 +98,3 @@ def _qa_queries(path: Path) -> Iterator[Query]:
             raise DataError(
                 f"{path}, line {reader.line_num}: a question, a tab and a list of answers are needed, not {shown(fields)}"
             ) from error
-
-
-def _answers(record: dict[str, Any], place: str) -> list[str]:
-    answers = record.get("answers", [])
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise DataError(f"{place}: 'answers' must be a list of texts, not {shown(answers)}")
-    return list(answers)

@@ -8,9 +8,8 @@ from contaccum.memory.limit import blas_workspace_bytes
 from contaccum.memory.prediction.loss import LossTrace, record_loss
 from contaccum.memory.prediction.towers import Tower, can_checkpoint, record, tower_configs
 from contaccum.memory.prediction.update import Simulation, TowerInput, Update
-from contaccum.methods.config import PRECISIONS, TrainConfig, check_bank, with_bank
+from contaccum.methods.config import TrainConfig, with_bank
 from contaccum.methods.table import get_method, split_update
-from contaccum.towers.dual_encoder import POOLINGS, SIMILARITIES
 
 # What decides the memory of loss and bank, besides the size of the micro-batch. They compute in float32 whatever the towers do.
 LOSS_FIELDS = (
@@ -97,17 +96,7 @@ class Predictor:
 
 def check(config: TrainConfig, query_tokens: int | None = None) -> None:
     """ValueError that names the first value that cannot be planned for."""
-    if config.precision not in PRECISIONS:
-        raise ValueError(f"precision {config.precision!r} is unknown; choose one of {', '.join(PRECISIONS)}")
-    if config.pooling not in POOLINGS:
-        raise ValueError(f"pooling={config.pooling!r} is unknown; choose one of {', '.join(POOLINGS)}")
-    if config.similarity not in SIMILARITIES:
-        raise ValueError(f"similarity={config.similarity!r} is unknown; choose one of {', '.join(SIMILARITIES)}")
-    if config.bank_dtype not in (None, "float32", "bfloat16"):
-        raise ValueError(f"bank_dtype {config.bank_dtype!r} is unknown; choose float32 or bfloat16")
-    if (config.hard_negatives or 0) < 0:
-        raise ValueError(f"hard_negatives={config.hard_negatives} is negative; use 0 or more")
+    config.check_values()
     for name, tokens in (("--max-seq-length", config.max_seq_length), ("--max-query-length", query_tokens)):
         if tokens is not None and tokens < 2:
             raise ValueError(f"{name} {tokens} is too short; use at least 2 tokens")
-    check_bank(config.bank)
