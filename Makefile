@@ -1,16 +1,18 @@
 # Every target sets up what it needs in .venv, on a fresh machine too.
 PYTHON ?= python3
 BIN := .venv/bin
+CONSTRAINTS ?= constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: quickstart setup test lint clean
+.PHONY: quickstart setup test lint docs clean
 quickstart: setup
 	$(BIN)/contaccum quickstart
 
 setup: .venv/installed
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) -e '.[dev]'
 	touch $@
 
 test: setup
@@ -21,5 +23,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: setup
+	$(PIP) -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf .venv build dist src/*.egg-info
+	rm -rf .venv build dist site src/*.egg-info

@@ -1,0 +1,60 @@
+"""Documents: links lead somewhere, Python parses, and the commands in them have the options they are given."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from contaccum.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+COMMANDS = {command.name: command for command in typer.main.get_command(app).commands.values()}  # type: ignore[attr-defined]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as they are made from their words."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text(encoding="utf-8"))):
+        if "://" not in link:
+            file, _, heading = link.partition("#")
+            target = page.parent / file if file else page
+            assert target.exists(), f"{link} leads nowhere"
+            assert not heading or heading in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_in_documents_parses(page: Path) -> None:
+    for language, code in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            ast.parse(code)
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    blocks = [code for language, code in FENCE.findall(page.read_text(encoding="utf-8")) if language in ("", "bash", "console")]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    commands = re.compile(rf"\s*contaccum ({'|'.join(COMMANDS)})\b")
+    return [shlex.split(line.strip(), comments=True)[1:] for line in lines if commands.match(line)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_documents_have_these_options(page: Path) -> None:
+    for name, *words in commands_of(page):
+        known = {option for parameter in COMMANDS[name].params for option in (*parameter.opts, *parameter.secondary_opts)}
+        given = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert given <= known | {"--help"}, f"contaccum {name} has no {sorted(given - known)}"
+
+
+def test_there_are_commands_in_the_documents() -> None:
+    assert sum(len(commands_of(page)) for page in PAGES) > 20
