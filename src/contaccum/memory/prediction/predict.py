@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from contaccum.memory.limit import blas_workspace_bytes
 from contaccum.memory.prediction.loss import LossTrace, record_loss
-from contaccum.memory.prediction.towers import Tower, can_checkpoint, record, tower_configs
+from contaccum.memory.prediction.towers import Running, Tower, can_checkpoint, record, tower_configs
 from contaccum.memory.prediction.update import Simulation, TowerInput, Update
-from contaccum.methods.config import PRECISIONS, TrainConfig, check_bank, with_bank
+from contaccum.methods.config import CHOICES, PRECISIONS, TrainConfig, check_bank, with_bank
 from contaccum.methods.table import get_method, split_update
+from contaccum.methods.towers import lora_of, weights_dtype
 from contaccum.towers.dual_encoder import POOLINGS, SIMILARITIES
 
 # What decides the memory of loss and bank, besides the size of the micro-batch. They compute in float32 whatever the towers do.
@@ -83,9 +84,10 @@ class Predictor:
 
     def _tower(self, config: TrainConfig, which: int, tokens: int) -> Tower:
         which = 0 if self._alike else which
-        key = (which, tokens, config.pooling, config.precision, config.gradient_checkpointing)
+        running = running_of(config)
+        key = (which, tokens, running)
         if key not in self._towers:
-            self._towers[key] = record(self.configs[which], tokens, *key[2:])
+            self._towers[key] = record(self.configs[which], tokens, running)
         return self._towers[key]
 
     def _loss(self, config: TrainConfig, samples: int, width: int) -> LossTrace:
@@ -93,6 +95,10 @@ class Predictor:
         if key not in self._losses:
             self._losses[key] = record_loss(config, samples, width)
         return self._losses[key]
+
+
+def running_of(config: TrainConfig) -> Running:
+    return Running(config.pooling, config.precision, config.gradient_checkpointing, weights_dtype(config), lora_of(config))
 
 
 def check(config: TrainConfig, query_tokens: int | None = None) -> None:
@@ -105,6 +111,13 @@ def check(config: TrainConfig, query_tokens: int | None = None) -> None:
         raise ValueError(f"similarity={config.similarity!r} is unknown; choose one of {', '.join(SIMILARITIES)}")
     if config.bank_dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"bank_dtype {config.bank_dtype!r} is unknown; choose float32 or bfloat16")
+    if config.weights_dtype not in CHOICES["weights_dtype"]:
+        raise ValueError(f"weights_dtype={config.weights_dtype!r} is unknown; choose float32 or bfloat16")
+    if config.quantize:
+        raise ValueError(
+            "the memory of weights in 4 bits cannot be planned; plan without quantize, which takes more, or give --n-local yourself"
+        )
+    config.check_adapters()
     if (config.hard_negatives or 0) < 0:
         raise ValueError(f"hard_negatives={config.hard_negatives} is negative; use 0 or more")
     for name, tokens in (("--max-seq-length", config.max_seq_length), ("--max-query-length", query_tokens)):
