@@ -13,7 +13,7 @@ from transformers import BertConfig
 
 from conftest import tiny_config
 from contaccum.memory.prediction.cuda import CudaSemantics
-from contaccum.memory.prediction.towers import DROP, Encoder, can_checkpoint, inputs, record, record_passes
+from contaccum.memory.prediction.towers import DROP, Encoder, Running, can_checkpoint, inputs, record, record_passes
 from contaccum.memory.prediction.trace import AffineTrace, Trace, fit, sorted_releases
 from plan_models import TOKENS, middling
 
@@ -37,7 +37,7 @@ def saved_by_hooks(encoder: Encoder, samples: int) -> int:
 
 def poolerless(config: BertConfig, precision: str, semantics: Any) -> Encoder:
     """BERT's own pooler saves its output for nobody; a hook sees that, a recording of what stays does not."""
-    encoder = Encoder(config, "cls", precision, False, semantics)
+    encoder = Encoder(config, Running("cls", precision), semantics)
     encoder.model.pooler = None
     return encoder
 
@@ -74,14 +74,16 @@ def test_attention_on_cuda_saves_no_scores() -> None:
 @pytest.mark.parametrize(("precision", "checkpointing"), [("fp32", True), ("bf16", False), ("fp16", True)])
 def test_every_family_can_be_recorded(family: str, checkpointing: bool, precision: str) -> None:
     config = tiny_config(family)
-    tower = record(config, TOKENS, "lasttoken" if family == "qwen" else "mean", precision, checkpointing and can_checkpoint(config))
+    tower = record(
+        config, TOKENS, Running("lasttoken" if family == "qwen" else "mean", precision, checkpointing and can_checkpoint(config))
+    )
     assert tower.saved_bytes(5) > 0
     assert len({number for _, number in tower.passes.kept}) >= len(tower.trainable) - 1  # a tower may leave one unused
 
 
 def test_checkpointing_and_half_precision_save_memory() -> None:
     config = middling(num_hidden_layers=6)
-    saved = {(p, c): record(config, TOKENS, "cls", p, c).saved_bytes(64) for p in ("fp32", "bf16") for c in (False, True)}
+    saved = {(p, c): record(config, TOKENS, Running("cls", p, c)).saved_bytes(64) for p in ("fp32", "bf16") for c in (False, True)}
     assert saved["fp32", True] < 0.2 * saved["fp32", False]
     assert saved["bf16", False] < 0.95 * saved["fp32", False]
 
@@ -108,7 +110,7 @@ def test_a_recording_without_data_is_one_with_data() -> None:
     peaks = {}
     for name, mode in (("fake", FakeTensorMode()), ("real", nullcontext())):
         with mode:
-            encoder = Encoder(middling(), "cls", "fp32", False)
+            encoder = Encoder(middling(), Running())
         trace = record_passes(encoder, 4, TOKENS, mode)
         peaks[name] = _peak(trace)
     assert peaks["real"] <= peaks["fake"] <= 1.02 * peaks["real"]

@@ -12,15 +12,36 @@ def token_keys(features: dict[str, Any]) -> Tensor | None:
     """A 64-bit key per text from its token ids without padding: (n,) int64, or None where the input is not text.
 
     Equal texts have equal keys whatever the padding, its side or flattening; different ones differ but for a chance of 2^-64.
+    Images and sounds beside a text stand for one and the same token in it, so that their own values count too.
     """
     ids = features.get("input_ids")
     if ids is None or ids.dim() != 2:
         return None
     if "cu_seq_lens_q" in features:  # flattened: all texts in one row
-        return _flattened_keys(ids.flatten(), features["cu_seq_lens_q"].to(torch.int64))
-    mask = features.get("attention_mask")
+        keys = _flattened_keys(ids.flatten(), features["cu_seq_lens_q"].to(torch.int64))
+    else:
+        keys = _padded_keys(ids, features.get("attention_mask"))
+    for _, values in sorted(features.items()):
+        if isinstance(values, Tensor) and values.is_floating_point():  # whatever describes a text is of whole numbers
+            keys = _mix(keys * _ODD + _content_keys(values, len(keys)))
+    return keys
+
+
+def _padded_keys(ids: Tensor, mask: Tensor | None) -> Tensor:
     mask = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask.to(torch.int64)
     return _mix((_mix(ids * _ODD + mask.cumsum(1)) * mask).sum(1))
+
+
+def _content_keys(values: Tensor, texts: int) -> Tensor:
+    """(texts,): of each text's own values, where they stand in rows; else of all, and another for each text: then none are equal."""
+    if len(values) == texts:
+        return torch.stack([_content_key(row) for row in values])
+    return _content_key(values) + torch.arange(texts, device=values.device)
+
+
+def _content_key(values: Tensor) -> Tensor:
+    bits = values.contiguous().flatten().view(_BITS[values.element_size()]).to(torch.int64)
+    return _mix(_mix(bits * _ODD + torch.arange(len(bits), device=bits.device)).sum())
 
 
 def _flattened_keys(ids: Tensor, starts: Tensor) -> Tensor:
@@ -30,6 +51,7 @@ def _flattened_keys(ids: Tensor, starts: Tensor) -> Tensor:
     return _mix(keys.index_add(0, text, _mix(ids * _ODD + places - starts[text] + 1)))
 
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PLANNED = (  # what bears on memory
     *("model", "passage_model", "tied", "pooling", "similarity", "max_seq_length", "method", "n_total", "n_local", "bank", "query_bank"),
     *("bank_dtype", "drift_correction", "hard_negatives", "precision", "gradient_checkpointing", "torch_compile", "memory"),
+    *("weights_dtype", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "quantize"),
 )
 
 

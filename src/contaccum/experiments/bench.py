@@ -229,7 +229,7 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
         compile_towers(model)
     if work.graphs:
         graph_towers(model)
-    _set_precision(model, work.precision)
+    set_precision(model, work.precision)
     try:
         return _timed(VARIANTS[case.way], model, optimizer, work, updates, seed)
     except torch.OutOfMemoryError:
@@ -293,7 +293,7 @@ def _micro_batches(model: SentenceTransformer, way: Variant, work: Workload, see
         yield counted if work.unpad or work.graphs else columns
 
 
-def _set_precision(model: SentenceTransformer, precision: str) -> None:
+def set_precision(model: SentenceTransformer, precision: str) -> None:
     """As accelerate prepares a model: `forward` itself is in half precision, also where GradCache calls it in the backward pass."""
     dtype, forward = PRECISIONS[precision], type(model).forward
     if dtype is not None:

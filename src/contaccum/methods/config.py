@@ -20,6 +20,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "similarity": ("dot", "cosine"),
     "gradient_scale": ("in-batch", "paper"),
     "drift_correction": ("auto", "mean+zero-sum", "mean", None),
+    "weights_dtype": ("float32", "bfloat16"),
+    "quantize": ("4bit", None),
 }
 ABOVE_0 = ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every", "max_updates", "limit", "adam_eps")
 UNLIMITED = ("max_updates", "limit")  # where left out
@@ -54,7 +56,16 @@ class TrainConfig:
     pooling: str = option(MODEL, "cls", "cls, mean or lasttoken")
     similarity: str = option(MODEL, "dot", "dot or cosine")
     scale: float | None = option(MODEL, None, "factor on the similarities; left out: 1 for dot, 20 for cosine")
-    max_seq_length: int = option(MODEL, 256, "tokens per text")
+    max_seq_length: int = option(MODEL, 256, "tokens per text, prompt included")
+    query_prompt: str | None = option(MODEL, None, "put before each query; saved with the model")
+    passage_prompt: str | None = option(MODEL, None, "put before each passage; saved with the model")
+    include_prompt: bool = option(MODEL, True, "pool the prompt's tokens too")
+    lora_rank: int | None = option(MODEL, None, "freeze the towers and train adapters of this rank")
+    lora_alpha: float | None = option(MODEL, None, "what adapters add is multiplied by this over the rank; left out: twice the rank")
+    lora_dropout: float = option(MODEL, 0.0, "dropout before adapters")
+    lora_targets: str | None = option(
+        MODEL, None, "layers to adapt, as q_proj,v_proj; left out: all linear layers of the transformer's blocks"
+    )
     method: str = option(FIRST, "contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
     n_total: int = option(FIRST, 128, "samples per update, over all processes")
     n_local: int = option(FIRST, 8, "samples that fit in memory at once, per process; auto: as many as fit in --memory", accepts="auto")
@@ -85,6 +96,8 @@ class TrainConfig:
     max_grad_norm: float = option(SCHEDULE, 2.0, "clip gradients to this norm; 0: no clipping")
     precision: str = option(MEMORY, "fp32", "fp32, bf16 or fp16 (autocast)")
     memory: str | None = option(FIRST, None, "limit PyTorch's GPU memory to this, as 11GB")
+    weights_dtype: str = option(MEMORY, "float32", "float32 or bfloat16; adapters are float32 in any case")
+    quantize: str | None = option(MEMORY, None, "4bit: the frozen weights beneath adapters, by bitsandbytes")
     gradient_checkpointing: bool = option(MEMORY, False, "recompute activations in the backward pass")
     torch_compile: bool = option(MEMORY, False, "compile the towers' layers; takes time at the start")
     unpad: bool | None = option(
@@ -157,8 +170,29 @@ class TrainConfig:
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
         get_method(self.method)
+        self.check_adapters()
         if self.memory is not None:
             parse_bytes(self.memory)
+
+    def check_adapters(self) -> None:
+        """ValueError for the first of these values that cannot be, alone or with the others."""
+        for name, given, least in (("lora_rank", self.lora_rank, 1), ("lora_alpha", self.lora_alpha, 1e-9)):
+            if given is not None and given < least:
+                raise ValueError(
+                    f"{name}={given} must be above 0; leave it out for {'no adapters' if name == 'lora_rank' else 'twice the rank'}"
+                )
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout={self.lora_dropout} is no share; use 0 or more and less than 1")
+        if self.lora_rank is None:
+            for name in ("lora_alpha", "lora_dropout", "lora_targets", "quantize"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}={getattr(self, name)} is for adapters; give --lora-rank too, as 16, or leave it out")
+        if self.quantize and not self.tied:
+            raise ValueError("quantize=4bit is for one tower, as two are merged with their weights when they are saved; use --tied")
+        if self.cuda_graphs and self.lora_rank is not None:
+            raise ValueError("cuda_graphs does not record adapters; leave it or lora_rank out")
+        if self.precision == "fp16" and self.weights_dtype == "bfloat16":
+            raise ValueError("precision fp16 cannot scale the gradients of bfloat16 weights; use precision bf16")
 
 
 def with_bank(config: TrainConfig, micro_batch: int = 1, rows: int | None = None) -> TrainConfig:

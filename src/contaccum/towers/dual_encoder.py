@@ -39,6 +39,9 @@ def dual_encoder(
     similarity: str = "dot",
     max_seq_length: int | None = 256,
     tokenizer: str | Path | None = None,
+    query_prompt: str | None = None,
+    passage_prompt: str | None = None,
+    include_prompt: bool = True,
     model_kwargs: dict[str, Any] | None = None,
 ) -> SentenceTransformer:
     """A SentenceTransformer with a tower for queries and one for passages, or one for both.
@@ -51,6 +54,9 @@ def dual_encoder(
         pooling: "cls", "mean" or "lasttoken".
         similarity: "dot" or "cosine", for `model.similarity` and for search.
         tokenizer: source of the tokenizer where the model has none.
+        query_prompt, passage_prompt: put before each query and passage by `encode_query` and `encode_document`.
+        include_prompt: pool the prompt's tokens too.
+        model_kwargs: for transformers, as {"dtype": torch.bfloat16}; weights are in single precision otherwise.
 
     `save_pretrained(folder)` writes one folder that `SentenceTransformer(folder)` loads, for `encode_query` and `encode_document`.
     """
@@ -70,12 +76,13 @@ def dual_encoder(
         for name, parameter in transformer.named_parameters():
             if ".pooler." in name:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
                 parameter.requires_grad_(False)
-        return [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling)]
+        return [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=include_prompt)]
 
     modules = tower(query_source)
     if not tied:
         modules = [Router.for_query_document(modules, tower(passage_source))]
-    return SentenceTransformer(modules=modules, similarity_fn_name=SimilarityFunction(similarity))
+    prompts = {name: prompt for name, prompt in (("query", query_prompt), ("document", passage_prompt)) if prompt}
+    return SentenceTransformer(modules=modules, similarity_fn_name=SimilarityFunction(similarity), prompts=prompts or None)
 
 
 def paired_sources(model: Source, passage_model: Source | None) -> tuple[Source | DPRPart, Source | DPRPart]:

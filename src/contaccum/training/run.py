@@ -36,8 +36,9 @@ from contaccum.memory.plan import planned
 from contaccum.methods.config import AUTO, TrainConfig, load_config, with_bank
 from contaccum.methods.loss import build_loss
 from contaccum.methods.table import Batches, get_method, split_update
+from contaccum.methods.towers import build_towers
 from contaccum.towers.cuda_graphs import check_graphs, graph_towers
-from contaccum.towers.dual_encoder import dual_encoder
+from contaccum.towers.lora import has_two_adapters, merge_lora
 from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
@@ -71,7 +72,9 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     dev = _dev(config)
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
-    model = _towers(config)
+    model = build_towers(config)
+    if main:
+        _say_adapters(config, model)
     config = _prepare_towers(config, model)
     loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
@@ -118,18 +121,6 @@ def _dev(config: TrainConfig) -> InformationRetrievalEvaluator | None:
     return dev_evaluator(config.dev, config.dev_split, config.dev_passages, config.seed)
 
 
-def _towers(config: TrainConfig) -> SentenceTransformer:
-    return dual_encoder(
-        config.model,
-        config.passage_model,
-        tied=config.tied,
-        pooling=config.pooling,
-        similarity=config.similarity,
-        max_seq_length=config.max_seq_length,
-        tokenizer=config.tokenizer,
-    )
-
-
 def _check_speed(config: TrainConfig, cuda: bool, processes: int) -> None:
     if config.torch_compile:
         check_compiler(cuda)
@@ -153,6 +144,15 @@ def _prepare_towers(config: TrainConfig, model: SentenceTransformer) -> TrainCon
     if config.cuda_graphs:
         graph_towers(model)
     return config
+
+
+def _say_adapters(config: TrainConfig, model: SentenceTransformer) -> None:
+    if config.lora_rank is None:
+        return
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    twice = "" if config.tied else ", each tower its own; --tied has one tower"
+    print(f"note: adapters of {trained:,} weights are trained, on {frozen / 1e9:.2f} GB of frozen ones{twice}")
 
 
 def _updates_before(checkpoint: Path | None) -> int:
@@ -252,6 +252,8 @@ def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog,
 def _finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
     """The model first, whole or not at all; then the summary, which says that the run is finished."""
     try:
+        if has_two_adapters(model):
+            merge_lora(model)
         with whole_path(run / "model") as part:
             model.save_pretrained(str(part))
         write_json(run / "summary.json", summary)

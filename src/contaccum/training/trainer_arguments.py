@@ -23,7 +23,9 @@ def training_arguments(
     if config.dev is not None and config.dev_every > updates:
         raise ValueError(f"dev_every={config.dev_every} is more than the run's {updates} updates; use a smaller one")
     save_every = config.save_every if config.dev is None else config.dev_every  # the best model is one of those saved
-    routes = {} if config.tied else {"query": "query", **dict.fromkeys(["positive", *negatives], "document")}
+    columns = ["positive", *negatives]
+    prompts = {"query": config.query_prompt, **dict.fromkeys(columns, config.passage_prompt)}
+    routes = {} if config.tied else {"query": "query", **dict.fromkeys(columns, "document")}
     return SentenceTransformerTrainingArguments(
         output_dir=str(Path(config.output) / "checkpoints"),
         per_device_train_batch_size=batches.per_process,
@@ -57,6 +59,7 @@ def training_arguments(
         # only the last mini-batch synchronises, needs just that.
         ddp_find_unused_parameters=batches.mini is not None,
         router_mapping=routes,
+        prompts={column: prompt for column, prompt in prompts.items() if prompt},
         report_to=config.report_to,
         use_cpu=not torch.accelerator.is_available(),  # without this, several processes on CPUs would each train alone
         disable_tqdm=True,

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from contaccum.memory.limit import blas_workspace_bytes
 from contaccum.memory.prediction.loss import LossTrace, record_loss
-from contaccum.memory.prediction.towers import Tower, can_checkpoint, record, tower_configs
+from contaccum.memory.prediction.towers import Running, Tower, can_checkpoint, record, tower_configs
 from contaccum.memory.prediction.update import Simulation, TowerInput, Update
 from contaccum.methods.config import TrainConfig, with_bank
 from contaccum.methods.table import get_method, split_update
+from contaccum.methods.towers import lora_of, weights_dtype
 
 # What decides the memory of loss and bank, besides the size of the micro-batch. They compute in float32 whatever the towers do.
 LOSS_FIELDS = (
@@ -82,9 +83,10 @@ class Predictor:
 
     def _tower(self, config: TrainConfig, which: int, tokens: int) -> Tower:
         which = 0 if self._alike else which
-        key = (which, tokens, config.pooling, config.precision, config.gradient_checkpointing)
+        running = running_of(config)
+        key = (which, tokens, running)
         if key not in self._towers:
-            self._towers[key] = record(self.configs[which], tokens, *key[2:])
+            self._towers[key] = record(self.configs[which], tokens, running)
         return self._towers[key]
 
     def _loss(self, config: TrainConfig, samples: int, width: int) -> LossTrace:
@@ -94,9 +96,17 @@ class Predictor:
         return self._losses[key]
 
 
+def running_of(config: TrainConfig) -> Running:
+    return Running(config.pooling, config.precision, config.gradient_checkpointing, weights_dtype(config), lora_of(config))
+
+
 def check(config: TrainConfig, query_tokens: int | None = None) -> None:
     """ValueError that names the first value that cannot be planned for."""
     config.check_values()
+    if config.quantize:
+        raise ValueError(
+            "the memory of weights in 4 bits cannot be planned; plan without quantize, which takes more, or give --n-local yourself"
+        )
     for name, tokens in (("--max-seq-length", config.max_seq_length), ("--max-query-length", query_tokens)):
         if tokens is not None and tokens < 2:
             raise ValueError(f"{name} {tokens} is too short; use at least 2 tokens")

@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from contaccum.memory.prediction.cuda import CudaSemantics
 from contaccum.memory.prediction.trace import AffineTrace, Recorder, Trace, fit
 from contaccum.towers.dual_encoder import DPRPart, Source, load_encoder_config, paired_sources
+from contaccum.towers.lora import Lora, adapt
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BATCHES = (2, 3, 4)  # recorded: base and slope of every allocation from the first two, checked with the third
@@ -63,11 +64,24 @@ def _config(source: Source | DPRPart, tokenizer: str | None) -> PretrainedConfig
     return config
 
 
-def record(config: PretrainedConfig, tokens: int, pooling: str = "cls", precision: str = "fp32", checkpointing: bool = False) -> Tower:
+@dataclass(frozen=True)
+class Running:
+    """How a tower is run and trained."""
+
+    pooling: str = "cls"
+    precision: str = "fp32"
+    checkpointing: bool = False
+    weights: torch.dtype = torch.float32
+    lora: Lora | None = None
+
+
+def record(config: PretrainedConfig, tokens: int, running: Running = Running()) -> Tower:
     """Record a tower for texts of `tokens` tokens."""
     _check_length(config, tokens)
+    with torch.device("meta"):  # peft cannot put adapters beside layers that are fake already
+        encoder = Encoder(config, running)
     with (mode := FakeTensorMode()):
-        encoder = Encoder(config, pooling, precision, checkpointing)
+        _on_cpu(encoder)
     passes = {n: record_passes(encoder, n, tokens, mode) for n in BATCHES}
     return Tower(
         fixed=tuple(t.nbytes for t in [*encoder.parameters(), *encoder.buffers()]),
@@ -75,6 +89,16 @@ def record(config: PretrainedConfig, tokens: int, pooling: str = "cls", precisio
         passes=fit(passes, f"{config.model_type} with {tokens} tokens"),
         width=encoder.width,
     )
+
+
+def _on_cpu(encoder: nn.Module) -> None:
+    """Tensors like the encoder's, made under the present mode."""
+    made: dict[int, Tensor] = {}
+    for module in encoder.modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+            own = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            setattr(module, name, made.setdefault(id(tensor), own))
 
 
 def can_checkpoint(config: PretrainedConfig) -> bool:
@@ -106,25 +130,26 @@ class Encoder(nn.Module):
     def __init__(
         self,
         config: PretrainedConfig,
-        pooling: str,
-        precision: str,
-        checkpointing: bool,
+        running: Running,
         semantics: Callable[[], AbstractContextManager[Any]] = CudaSemantics,
     ) -> None:
         super().__init__()
         config = copy.deepcopy(config)
         with no_init_weights():  # drawing them needs data
-            self.model = AutoModel.from_config(config, dtype=torch.float32)
+            self.model = AutoModel.from_config(config, dtype=running.weights)
         for name, parameter in self.model.named_parameters():
             if name.startswith("pooler."):
                 parameter.requires_grad_(False)  # as in `dual_encoder`
-        if checkpointing:
+        if running.lora is not None:
+            adapt(self.model, running.lora)
+        if running.checkpointing:
             config.use_cache = False  # as transformers does then, with a warning
             self.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), semantics())})
         self.semantics = semantics
         self.width = int(config.hidden_size)
-        self.pooling = Pooling(self.width, pooling_mode=pooling)
-        self.precision = precision
+        self.pooling = Pooling(self.width, pooling_mode=running.pooling)
+        self.precision = running.precision
+        self.dtype = torch.float32 if running.precision in AUTOCAST else running.weights  # of its vectors
         self.train()
 
     def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -141,7 +166,7 @@ def record_passes(encoder: Encoder, samples: int, tokens: int, mode: AbstractCon
     """
     with mode:
         features = inputs(samples, tokens)
-        gradient = torch.zeros(samples, encoder.width)
+        gradient = torch.zeros(samples, encoder.width, dtype=encoder.dtype)
         recorder = Recorder([*encoder.parameters(), *encoder.buffers(), *features.values(), gradient])
         hooks = [p.register_post_accumulate_grad_hook(partial(_keep, recorder)) for p in encoder.parameters() if p.requires_grad]
         gc.disable()  # what cycles hold must be released at the same place for every batch

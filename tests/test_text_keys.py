@@ -1,0 +1,81 @@
+"""Images and sounds beside a text: inputs with equal placeholder ids are told apart by their other values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from torch import Tensor, nn
+
+from contaccum import CachedContAccumLoss, ContAccumLoss
+from contaccum.adapters.text_keys import token_keys
+
+IDS = torch.tensor([[2, 9, 9, 3]] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_keys_cover_what_stands_beside_the_ids(dtype: torch.dtype) -> None:
+    images = torch.rand(3, 3, 4, 4).to(dtype)
+    images[2] = images[0]
+    keys = token_keys({"input_ids": IDS, "pixel_values": images})
+    assert keys[0] == keys[2] != keys[1]
+    assert not torch.isin(keys, token_keys({"input_ids": IDS})).any()
+    alone = token_keys({"input_ids": IDS[:1], "pixel_values": images[:1], "modality": "message"})
+    assert alone[0] == keys[0], "a key depends on its own input alone"
+    reversed_rows = token_keys({"input_ids": IDS, "pixel_values": images.flip(3)})
+    assert not torch.isin(keys, reversed_rows).any(), "the places of pixels count"
+
+
+def test_texts_with_other_images_differ_in_their_text_too() -> None:
+    images = torch.rand(1, 3, 4, 4).expand(2, -1, -1, -1)
+    keys = token_keys({"input_ids": torch.tensor([[2, 9, 3], [2, 8, 3]]), "pixel_values": images})
+    assert keys[0] != keys[1]
+
+
+def test_patches_of_unknown_owners_make_no_two_inputs_equal() -> None:
+    batch = {"input_ids": IDS, "pixel_values": torch.rand(7, 5), "image_grid_thw": torch.ones(3, 3, dtype=torch.int64)}
+    keys = token_keys(batch)
+    assert len(keys.unique()) == 3
+    assert torch.equal(token_keys(batch), keys), "the same again, as a second pass needs it"
+    assert not torch.isin(token_keys({**batch, "pixel_values": torch.rand(7, 5)}), keys).any()
+
+
+class PlaceholdersAndPixels(nn.Module):
+    """A model whose inputs differ in their pixels alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = nn.Linear(12, 8)
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        return {**features, "sentence_embedding": self.tower(features["pixel_values"].flatten(1))}
+
+
+def columns(seed: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [{"input_ids": torch.full((4, 3), 9), "pixel_values": torch.randn(4, 3, 2, 2, generator=generator)} for _ in range(2)]
+
+
+def loss_and_gradient(loss: nn.Module, model: nn.Sequential) -> tuple[Tensor, Tensor]:
+    value = loss(columns(0), None)
+    value.backward()
+    gradient = model[0].tower.weight.grad.clone()
+    model.zero_grad()
+    return value.detach(), gradient
+
+
+@pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
+def test_equal_placeholders_stay_negatives_of_each_other(kind: type[ContAccumLoss]) -> None:
+    """Were their keys equal, every negative would be masked and the loss 0."""
+    model = nn.Sequential(PlaceholdersAndPixels())
+    expected, expected_gradient = loss_and_gradient(MultipleNegativesRankingLoss(model), model)
+    loss = kind(model, bank_size=8, drift_correction=None)
+    value, gradient = loss_and_gradient(loss, model)
+    assert expected > 0.1
+    assert torch.allclose(value, expected, rtol=1e-5)
+    assert torch.allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+    banked = loss(columns(1), None)
+    assert banked > kind(model, bank_size=0)(columns(1), None), "those in the bank are negatives too"
