@@ -12,6 +12,7 @@ from contaccum.core.infonce import dual_bank_infonce, naive_dual_bank_infonce
 if TYPE_CHECKING:
     from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
     from contaccum.adapters.trainer import ContAccumCallback, ContAccumTrainer
+    from contaccum.comparison.compare import compare
     from contaccum.towers.dual_encoder import dual_encoder
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "ContAccumTrainer",
     "DualBank",
     "DualBankInfoNCE",
+    "compare",
     "dual_bank_infonce",
     "dual_encoder",
     "naive_dual_bank_infonce",
@@ -33,6 +35,7 @@ _LAZY = {
     "ContAccumCallback": "contaccum.adapters.trainer",
     "ContAccumLoss": "contaccum.adapters.losses",
     "ContAccumTrainer": "contaccum.adapters.trainer",
+    "compare": "contaccum.comparison.compare",
     "dual_encoder": "contaccum.towers.dual_encoder",
 }
 

@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 import typer
 
-from contaccum.cli import bench, data, plan, report, reproduce, retrieval, training
+from contaccum.cli import bench, comparison, data, plan, report, reproduce, retrieval, training
 from contaccum.cli.base import app
 from contaccum.common.errors import CheckpointError
 
-__all__ = ["app", "bench", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
+__all__ = ["app", "bench", "comparison", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
 
 
 INTERRUPTED = 130  # as shells have it

@@ -13,7 +13,21 @@ import typer.core
 from contaccum.methods.config import GROUPS
 
 # In the order of use.
-ORDER = ("quickstart", "prepare", "mine", "plan", "train", "encode", "search", "evaluate", "judge", "report", "reproduce", "bench")
+ORDER = (
+    "quickstart",
+    "compare",
+    "prepare",
+    "mine",
+    "plan",
+    "train",
+    "encode",
+    "search",
+    "evaluate",
+    "judge",
+    "report",
+    "reproduce",
+    "bench",
+)
 
 
 class InOrder(typer.core.TyperGroup):

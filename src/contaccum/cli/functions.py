@@ -23,7 +23,7 @@ import contaccum
 from contaccum.cli.base import app, default_text, whole_numbers
 
 ROOT = Path(contaccum.__file__).parent
-NO_OPTIONS = ("progress", "names", "title", "introduction", "provenance")  # for callers in Python
+NO_OPTIONS = ("progress", "names", "title", "introduction", "provenance", "answer", "settings", "variants", "say")  # for callers in Python
 PAIRS = "Sequence[tuple[str, str]]"
 KINDS: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str, ...]": list[str], PAIRS: list[str]}  # lists: repeatable
 
@@ -55,7 +55,7 @@ def command(module: str, name: str, cls: type[TyperCommand] | None = None) -> Ca
         def run(json_: bool = False, **values: Any) -> None:
             options = {key: _parsed(key, value, kinds[key]) for key, value in values.items() if value not in (None, []) or key in nullable}
             result = getattr(importlib.import_module(module), name)(**options)
-            print(json.dumps(result, default=asdict)) if json_ else show(result, **options)
+            print(json.dumps(result, default=_as_json)) if json_ else show(result, **options)
 
         parameters = [_option(parameter, first=not place) for place, parameter in enumerate(described.parameters)]
         if "json" not in kinds:
@@ -68,6 +68,10 @@ def command(module: str, name: str, cls: type[TyperCommand] | None = None) -> Ca
         return show
 
     return decorate
+
+
+def _as_json(value: Any) -> Any:
+    return value.as_json() if hasattr(value, "as_json") else asdict(value)
 
 
 @cache

@@ -27,7 +27,7 @@ def run_cell(folder: Path) -> None:
     folder = folder.resolve()  # whoever reads its evaluation may do so from elsewhere
     spec = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
     started = time.perf_counter()
-    found = {"train": _train, "speed": _speed, "memory": _memory}[spec["kind"]](folder, spec)
+    found = KINDS[spec["kind"]](folder, spec)
     record = {**found, "total_seconds": time.perf_counter() - started, "provenance": provenance(spec["seed"])}
     write_json(folder / "result.json", record)
 
@@ -51,8 +51,25 @@ def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         if run.exists() and not begun:
             shutil.rmtree(run)
         summary = train(config, resume=begun)
-    metrics = judge_run(run, data) if spec["evaluated"] else {}
+    metrics = judge_run(run / "model", run, data) if spec["evaluated"] else {}
     return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
+
+
+def _untrained(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    from contaccum.experiments.baselines import untrained_model
+
+    model = untrained_model(spec["options"])
+    return {"metrics": judge_run(model, folder / "run", Ready(**spec["data"]))}
+
+
+def _bm25(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    from contaccum.experiments.baselines import search_by_words
+    from contaccum.retrieval import evaluate
+
+    data, ranked = Ready(**spec["data"]), folder / "run" / "test.trec"
+    search_by_words(data.collection, data.queries, data.split, PASSAGES_RANKED, ranked)
+    sources, options = _sources(data)
+    return {"metrics": evaluate(ranked, **sources, **options, output=ranked.with_name("evaluation.json"))["metrics"]}
 
 
 def _updates(options: dict[str, Any]) -> int:
@@ -66,22 +83,22 @@ def _updates(options: dict[str, Any]) -> int:
     return math.ceil(float(options.get("epochs", 40)) * per_epoch)
 
 
-def judge_run(run: Path, data: Ready) -> dict[str, float]:
-    """The finished model's metrics."""
+def judge_run(model: Any, run: Path, data: Ready) -> dict[str, float]:
+    """A model's metrics; its ranking and evaluation.json join the run folder."""
     from contaccum.retrieval import judge
 
+    sources, options = _sources(data)
+    found: dict[str, float] = judge(model, output=run, **sources, **options, k=PASSAGES_RANKED, progress=False)["metrics"]
+    return found
+
+
+def _sources(data: Ready) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The files to judge by, and the options."""
     sources: dict[str, Any] = {name: str(Path(path).resolve()) for name in SOURCES if (path := getattr(data, name)) is not None}
     by: dict[str, Any] = (
         {"top": [int(name.partition("@")[2]) for name in data.metrics]} if data.qrels is None else {"metrics": data.metrics}
     )
-    options: dict[str, Any] = {
-        "split": data.split,
-        "match": data.match,
-        "k": PASSAGES_RANKED,
-        "progress": False,
-    }
-    found: dict[str, float] = judge(run / "model", output=run, **sources, **options, **by)["metrics"]
-    return found
+    return sources, {"split": data.split, "match": data.match, **by}
 
 
 def _told_by(run: Path) -> dict[str, Any]:
@@ -122,6 +139,9 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         "matrix_bytes": rows * columns * 4,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }
+
+
+KINDS = {"train": _train, "untrained": _untrained, "bm25": _bm25, "speed": _speed, "memory": _memory}
 
 
 def end_with_parent() -> None:

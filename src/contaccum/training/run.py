@@ -31,7 +31,7 @@ from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
 from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives
 from contaccum.memory.halving import HalvingTrainer
-from contaccum.memory.limit import limit_memory, peak_bytes
+from contaccum.memory.limit import limit_memory, peak_bytes, process_peak_bytes
 from contaccum.memory.plan import planned
 from contaccum.methods.config import AUTO, TrainConfig, load_config, with_bank
 from contaccum.methods.loss import build_loss
@@ -89,9 +89,10 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     if main:
         _claim(run, config)
     updates_before = _updates_before(checkpoint)  # which training may delete
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     summary = _summary(config, trainer, loss, log, time.perf_counter() - started, updates_before)
+    summary |= {"cpu_seconds": time.process_time() - cpu_started, "threads": torch.get_num_threads()}
     if main:
         _finish(run, model, summary)
     return summary
@@ -171,6 +172,7 @@ def _summary(
         "final_loss": log.last.get("loss"),
         "negatives_per_query": log.last.get("negatives_per_query"),
         "peak_bytes": peak_bytes(),
+        "process_peak_bytes": process_peak_bytes(),
         "bank_bytes": loss.criterion.bank.nbytes,
         "resumed_at_update": updates_before or None,
         "halvings": getattr(trainer, "halvings", 0),

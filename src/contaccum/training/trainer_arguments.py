@@ -22,7 +22,8 @@ def training_arguments(
     updates = config.max_updates or math.ceil(config.epochs * per_epoch)
     if config.dev is not None and config.dev_every > updates:
         raise ValueError(f"dev_every={config.dev_every} is more than the run's {updates} updates; use a smaller one")
-    save_every = config.save_every if config.dev is None else config.dev_every  # the best model is one of those saved
+    keeps_best = config.dev is not None and config.save_every > 0  # without checkpoints dev metrics are a curve, and the last model stays
+    save_every = config.dev_every if keeps_best else config.save_every  # the best model is one of those saved
     routes = {} if config.tied else {"query": "query", **dict.fromkeys(["positive", *negatives], "document")}
     return SentenceTransformerTrainingArguments(
         output_dir=str(Path(config.output) / "checkpoints"),
@@ -44,8 +45,8 @@ def training_arguments(
         save_steps=save_every or 500,
         eval_strategy="no" if config.dev is None else "steps",
         eval_steps=config.dev_every,
-        load_best_model_at_end=config.dev is not None,
-        metric_for_best_model=metric_key(config.dev_metric, config.similarity) if config.dev else None,
+        load_best_model_at_end=keeps_best,
+        metric_for_best_model=metric_key(config.dev_metric, config.similarity) if keeps_best else None,
         save_total_limit=config.keep_checkpoints,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # would wait for the device at every micro-step
