@@ -252,7 +252,8 @@ def test_sizes_fit_the_rows_and_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert slow.epochs == 1.0
     assert slow.tokens == 64
     assert slow.passages is not None
-    assert slow.limit is not None and 1000 <= slow.limit < 10_000
+    assert slow.limit is not None
+    assert 1000 <= slow.limit < 10_000
     assert chosen(fake(1_000_000), 0.02, monkeypatch, minutes=None).limit is None
     assert slow.limit < chosen(fake(1_000_000), 0.02, monkeypatch, minutes=60.0).limit
 

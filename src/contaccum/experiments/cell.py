@@ -69,6 +69,8 @@ def _bm25(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     data, ranked = Ready(**spec["data"]), folder / "run" / "test.trec"
     search_by_words(data.collection, data.queries, data.split, PASSAGES_RANKED, ranked)
     sources, options = _sources(data)
+    if data.qrels is not None:
+        del sources["queries"]  # as `judge` does: the report then finds the same files behind both
     return {"metrics": evaluate(ranked, **sources, **options, output=ranked.with_name("evaluation.json"))["metrics"]}
 
 
