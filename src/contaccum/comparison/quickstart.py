@@ -86,11 +86,19 @@ def starting_point(output: Path, settings: Settings, say: Callable[[str], None])
     held = settings.test + settings.dev
     write_beir(pairs, output / "data", test=settings.test, dev=settings.dev, start=(len(pairs) - held) // 2)
     texts = (text for pair in pairs for text in (pair.query, pair.passage))
-    shape = {"vocabulary": settings.vocabulary, "width": settings.width, "layers": settings.layers, "seed": settings.seed}
+    shape: dict[str, Any] = {"vocabulary": settings.vocabulary, "width": settings.width, "layers": settings.layers, "seed": settings.seed}
     write_encoder(texts, output / "encoder", **shape, max_seq_length=settings.max_seq_length)
     say(f"{len(pairs):,} pairs. Training an encoder to start from on half of them ...")
-    folders = {"data": str(output / "data"), "model": str(output / "encoder"), "output": str(output / START)}
-    options = {"method": "dpr", "tied": True, "split": START, "epochs": 1.0, "lr": 1e-3, "save_every": 0, "seed": settings.seed}
+    folders: dict[str, Any] = {"data": str(output / "data"), "model": str(output / "encoder"), "output": str(output / START)}
+    options: dict[str, Any] = {
+        "method": "dpr",
+        "tied": True,
+        "split": START,
+        "epochs": 1.0,
+        "lr": 1e-3,
+        "save_every": 0,
+        "seed": settings.seed,
+    }
     train(TrainConfig(**folders, **settings.sizes(), **options, pooling="mean", similarity="cosine"))
     return output / START / "model"
 

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from contaccum.adapters.checkpoint_folders import last_complete_checkpoint
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.adapters.trainer import ContAccumTrainer
+from contaccum.common.console import hide_usual_load_reports, note, without_bars
 from contaccum.common.errors import CheckpointError
 from contaccum.common.outputs import check_output, whole_path, write_json
 from contaccum.common.provenance import provenance
@@ -42,7 +43,7 @@ from contaccum.towers.speed import check_compiler, check_unpadded, compile_tower
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
 from contaccum.training.runlog import EpochForNegatives, Progress, RunLog
-from contaccum.training.trainer_arguments import training_arguments
+from contaccum.training.trainer_arguments import training_arguments, warm_up
 
 
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
@@ -54,21 +55,23 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     auto = config.n_local == AUTO
     if resume:
         config = _as_resolved_before(run, config)
-    checkpoint = _checkpoint_to_resume(run, config) if resume else None
     _check_speed(config, torch.cuda.is_available(), processes)
     if not resume and main:
         _refuse_used_folder(run)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
-        print(f"note: {cannot}")
+        note(cannot)
 
     dataset, draw, columns = _data(config, main)
     if config.n_local == AUTO:
         config = planned(config, len(columns), processes)
         if main:
-            print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
+            note(f"n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
     batches = split_update(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
     config = _bank_for(config, batches, len(dataset), processes, main)
+    config = replace(config, warmup_updates=warm_up(config, batches, processes, len(dataset)))
+    checkpoint = _checkpoint_to_resume(run, config) if resume else None
     dev = _dev(config)
+    hide_usual_load_reports()
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = _towers(config)
@@ -84,6 +87,9 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         evaluator=dev,
         callbacks=_callbacks(config, run, loss, log, draw, main),
     )
+    if main:
+        with without_bars():
+            model.model_card_data.set_widget_examples(dataset)  # which the trainer would do with a bar of its own
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if main:
@@ -104,11 +110,11 @@ def _bank_for(config: TrainConfig, batches: Batches, rows: int, processes: int, 
         raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {rows} rows")
     auto, config = config.bank == "auto", with_bank(config, batches.micro_batch * processes, rows)
     if not get_method(config.method).bank:
-        return config
+        return replace(config, bank=0)
     if config.bank_size > rows:
         raise ValueError(f"bank={config.bank} is larger than the training set of {rows} rows; use at most that many")
     if auto and main:
-        print(f"note: bank={config.bank}, for updates of {config.n_total} and {rows:,} rows")
+        note(f"bank={config.bank}, for updates of {config.n_total} and {rows:,} rows")
     return config
 
 
@@ -169,8 +175,8 @@ def _summary(
         "updates": updates,
         "samples_per_second": (updates - updates_before) * config.n_total / seconds,
         "seconds": seconds,
-        "final_loss": log.last.get("loss"),
-        "negatives_per_query": log.last.get("negatives_per_query"),
+        "final_loss": log.final_loss(),
+        "negatives_per_query": log.most_negatives,
         "peak_bytes": peak_bytes(),
         "process_peak_bytes": process_peak_bytes(),
         "bank_bytes": loss.criterion.bank.nbytes,
@@ -235,7 +241,7 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
         wanted = int(has_negatives(dataset))
     table, draw = with_hard_negatives(dataset, wanted, config.seed)
     if main and len(table) < len(dataset):
-        print(f"note: {len(dataset) - len(table):,} of {len(dataset):,} rows have fewer than {wanted} hard negatives and are left out")
+        note(f"{len(dataset) - len(table):,} of {len(dataset):,} rows have fewer than {wanted} hard negatives and are left out")
     return table, draw, negative_columns(wanted) if wanted else []
 
 

@@ -18,8 +18,7 @@ from contaccum.training.dev import metric_key
 def training_arguments(
     config: TrainConfig, batches: Batches, processes: int, rows: int, negatives: list[str]
 ) -> SentenceTransformerTrainingArguments:
-    per_epoch = math.ceil(rows / (batches.per_process * processes) / batches.accumulation)
-    updates = config.max_updates or math.ceil(config.epochs * per_epoch)
+    updates = _updates(config, batches, processes, rows)
     if config.dev is not None and config.dev_every > updates:
         raise ValueError(f"dev_every={config.dev_every} is more than the run's {updates} updates; use a smaller one")
     keeps_best = config.dev is not None and config.save_every > 0  # without checkpoints dev metrics are a curve, and the last model stays
@@ -33,7 +32,7 @@ def training_arguments(
         max_steps=config.max_updates or -1,
         learning_rate=config.lr,
         lr_scheduler_type="linear",
-        warmup_steps=config.warmup_updates if config.warmup_updates < updates else updates // 10,
+        warmup_steps=warm_up(config, batches, processes, rows),
         weight_decay=config.weight_decay,
         adam_epsilon=config.adam_eps,
         max_grad_norm=config.max_grad_norm,
@@ -62,6 +61,17 @@ def training_arguments(
         use_cpu=not torch.accelerator.is_available(),  # without this, several processes on CPUs would each train alone
         disable_tqdm=True,
     )
+
+
+def _updates(config: TrainConfig, batches: Batches, processes: int, rows: int) -> int:
+    per_epoch = math.ceil(rows / (batches.per_process * processes) / batches.accumulation)
+    return config.max_updates or math.ceil(config.epochs * per_epoch)
+
+
+def warm_up(config: TrainConfig, batches: Batches, processes: int, rows: int) -> int:
+    """Its updates; a tenth of the run where it would be longer than the run."""
+    updates = _updates(config, batches, processes, rows)
+    return config.warmup_updates if config.warmup_updates < updates else updates // 10
 
 
 def tokenizing_workers(config: TrainConfig) -> int:
