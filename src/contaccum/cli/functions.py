@@ -34,6 +34,7 @@ class Parameter(NamedTuple):
     default: Any  # inspect.Parameter.empty: none; ...: not a literal
     help: str
     needed: bool = False  # by the function, though the command may leave it out: None
+    optional_argument: bool = False  # stands by its place, where it is given
 
 
 class Described(NamedTuple):
@@ -89,7 +90,8 @@ def describe(module: str, name: str) -> Described:
         kind, _, none = ast.unparse(argument.annotation or ast.Name("str")).rpartition(" | None")
         needed = default is inspect.Parameter.empty and bool(kind)
         if argument.arg not in NO_OPTIONS:
-            parameters.append(Parameter(argument.arg, kind or none, None if needed else default, helps[argument.arg], needed))
+            by_place = default is None and argument in arguments.args
+            parameters.append(Parameter(argument.arg, kind or none, None if needed else default, helps[argument.arg], needed, by_place))
     return Described(docstring.partition("\n\n")[0], parameters)
 
 
@@ -115,7 +117,7 @@ def _option(parameter: Parameter, first: bool) -> inspect.Parameter:
     """An argument for what the function cannot do without, but for the output; options for the rest."""
     required = parameter.default is inspect.Parameter.empty
     kind, default = KINDS.get(parameter.kind, str), inspect.Parameter.empty if required else None
-    if (required and parameter.name != "output") or (first and parameter.needed):
+    if (required and parameter.name != "output") or (first and parameter.needed) or parameter.optional_argument:
         kind = list[str] if parameter.kind.startswith("Sequence") else str
         given: Any = typer.Argument(help=parameter.help)
     else:

@@ -11,6 +11,9 @@ import typer
 
 from contaccum.cli.base import app, options_of
 from contaccum.methods.config import TrainConfig, load_config
+from contaccum.methods.recipes import recipe as named_recipe
+
+LARGE = 500_000  # passages
 
 
 @app.command("train")
@@ -18,6 +21,10 @@ from contaccum.methods.config import TrainConfig, load_config
 def train(
     config: Annotated[Optional[Path], typer.Argument(help="YAML of fields; options override it")] = None,  # noqa: UP045
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
+    evaluated: Annotated[bool, typer.Option("--evaluate/--no-evaluate", help="in the end, where --data has a test split")] = True,
+    recipe: Annotated[
+        str, typer.Option(help="to start from: paper, or st: one tower, mean pooling, cosine, one epoch, as sentence-transformers' users")
+    ] = "paper",
     json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
     **options: Any,
 ) -> None:
@@ -27,13 +34,36 @@ def train(
     """
     from contaccum.training.run import train as run_training
 
-    overrides = {name: value for name, value in options.items() if value is not None}
+    overrides = {**named_recipe(recipe), **{name: value for name, value in options.items() if value is not None}}
     if resume and config is None and "output" in overrides and (stored := Path(overrides["output"]) / "config.yaml").exists():
         config = stored
-    summary = run_training(load_config(config, overrides), resume=resume)
+    chosen = load_config(config, overrides)
+    summary = run_training(chosen, resume=resume)
     if os.environ.get("RANK", "0") != "0":
         return  # one process speaks for all
+    metrics = _test_metrics(chosen) if evaluated else {}
     if json_:
-        print(json.dumps(summary))
+        print(json.dumps({**summary, **({"metrics": metrics} if metrics else {})}))
     else:
         print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s, loss {summary['final_loss']:.4f}")
+        print("".join(f"{name:<12}{100 * value:8.1f}\n" for name, value in metrics.items()), end="")
+
+
+def _test_metrics(config: TrainConfig) -> dict[str, float]:
+    """Of the finished model, where the data has test queries and a collection that is searched within minutes."""
+    import torch
+
+    from contaccum.common.console import note
+    from contaccum.data.readers.beir import find_qrels, is_beir
+    from contaccum.data.readers.collections import count_lines
+    from contaccum.retrieval import evaluate
+
+    data = Path(config.data)
+    beir = data / "beir" if is_beir(data / "beir") else data
+    if not is_beir(beir) or "test" not in find_qrels(beir) or "test" in config.split.split("+"):
+        return {}
+    if count_lines(beir) > (LARGE if torch.cuda.is_available() else LARGE // 10):
+        note(f"the collection is large; to evaluate: contaccum evaluate {config.output}/model {config.data} --output {config.output}")
+        return {}
+    found: dict[str, float] = evaluate(Path(config.output) / "model", beir, output=config.output)["metrics"]
+    return found

@@ -124,15 +124,17 @@ def _headline(trained: list[ConfigRow], baselines: list[ConfigRow], winner: Conf
     tied = [row for row in trained if row is not winner and not _above(best, row)]
     below = [row for row in trained if row is not winner and row not in tied]
     gain = f"from {_by_name(baselines, BEFORE)} before training" if any(row.name == BEFORE for row in baselines) else ""
-    yield f"Use {winner.name}: {metric} {_at(winner)}{', ' + gain if gain else ''}."
+    words = next((row for row in baselines if row.name == WORDS), None)
+    if words is not None and _above(words, winner):
+        yield f"{WORDS} finds more than any trained model: {metric} {_at(words)}. Of the methods, use {winner.name}: {_at(winner)}, {gain}."
+    else:
+        yield f"Use {winner.name}: {metric} {_at(winner)}{', ' + gain if gain else ''}."
     if tied:
         names = listed([f"{row.name} ({_at(row)})" for row in tied])
         alone = _comparable([winner, *tied]) and _seconds(winner) < min(map(_seconds, tied))
         yield f"It is tied with {names}{', and the quickest of them' if alone else ''}."
     if below:
         yield f"It is better than {listed([f'{row.name} ({_at(row)})' for row in below])}."
-    if words := next((row for row in baselines if row.name == WORDS and row.metrics[metric] >= winner.metrics[metric]), None):
-        yield f"{WORDS}, which needs no training, reaches {_at(words)}: use it instead, or both together."
 
 
 def _at(row: ConfigRow) -> str:

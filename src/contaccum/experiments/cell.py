@@ -64,14 +64,14 @@ def _untrained(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 
 def _bm25(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from contaccum.experiments.baselines import search_by_words
-    from contaccum.retrieval import evaluate
+    from contaccum.retrieval.run_metrics import evaluate_run
 
     data, ranked = Ready(**spec["data"]), folder / "run" / "test.trec"
     search_by_words(data.collection, data.queries, data.split, PASSAGES_RANKED, ranked)
     sources, options = _sources(data)
     if data.qrels is not None:
-        del sources["queries"]  # as `judge` does: the report then finds the same files behind both
-    return {"metrics": evaluate(ranked, **sources, **options, output=ranked.with_name("evaluation.json"))["metrics"]}
+        del sources["queries"]  # as with a model: the report then finds the same files behind both
+    return {"metrics": evaluate_run(ranked, **sources, **options, output=ranked.with_name("evaluation.json"))["metrics"]}
 
 
 def _updates(options: dict[str, Any]) -> int:
@@ -87,10 +87,11 @@ def _updates(options: dict[str, Any]) -> int:
 
 def judge_run(model: Any, run: Path, data: Ready) -> dict[str, float]:
     """A model's metrics; its ranking and evaluation.json join the run folder."""
-    from contaccum.retrieval import judge
+    from contaccum.retrieval import evaluate
 
     sources, options = _sources(data)
-    found: dict[str, float] = judge(model, output=run, **sources, **options, k=PASSAGES_RANKED, progress=False)["metrics"]
+    collection = sources.pop("collection")
+    found: dict[str, float] = evaluate(model, collection, output=run, **sources, **options, k=PASSAGES_RANKED, progress=False)["metrics"]
     return found
 
 
