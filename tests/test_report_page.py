@@ -19,7 +19,7 @@ from contaccum.report.page import page as html_page
 from contaccum.report.palette import INK, NIGHT, RULE, STYLES, WHITE
 from report_runs import HOSTILE, make_run, summary_of, two_methods
 
-FIGURES = 11
+FIGURES = 14
 
 
 class Elements(HTMLParser):

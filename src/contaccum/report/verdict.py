@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from contaccum.report.numbers import duration, percent_spread, points, probability, size
 from contaccum.report.rows import ConfigRow, memory_measure
-from contaccum.report.summary import BUSY, Summary, compared, significant
+from contaccum.report.summary import BUSY, Summary, collapsed, compared, significant
 
 
 class Answer(NamedTuple):
@@ -46,6 +46,8 @@ def _sentences(summary: Summary) -> Iterator[str]:
         yield from _against_baseline(summary, ranked, metric)
         yield from _cost(best, ranked[1])
         yield from _seeds(ranked)
+    if failed := [row.name for row in ranked if collapsed(row, summary)]:
+        yield f"{listed(failed)} collapsed in training: {'its' if len(failed) == 1 else 'their'} figures are no comparison of methods."
     if missing := [row.name for row in summary.rows if row not in ranked]:
         yield f"Without evaluation by {metric}, and not ranked: {listed(missing)}."
 
