@@ -203,3 +203,14 @@ def test_what_cannot_be_judged_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "other.tsv").write_text("id\ttext\ttitle\n1\tIt is Paris.\tx\n")
     with pytest.raises(DataError, match="does not hold the passage"):
         evaluate_run(run, queries=queries, collection=tmp_path / "other.tsv")
+
+
+def test_runs_of_encodings_that_differ_in_length_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td\t1\n" for i in range(2)))
+    files = []
+    for name, tag in (("a", "contaccum-tokens-64"), ("b", "contaccum-tokens-128"), ("c", "another")):
+        files.append(tmp_path / f"{name}.trec")
+        files[-1].write_text("".join(f"q{i} Q0 d 1 1.0 {tag}\n" for i in range(2)))
+    for other, told in ((files[1], True), (files[2], False), (files[0], False)):
+        evaluate_run(files[0], qrels=tmp_path / "qrels.tsv", compare=other)
+        assert ("read 64 tokens of a passage" in capsys.readouterr().err) == told

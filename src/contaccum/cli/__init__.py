@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from itertools import pairwise
 from typing import Any, NoReturn, TextIO
 
 import typer
@@ -14,10 +15,12 @@ from contaccum.cli import bench, comparison, data, plan, report, reproduce, retr
 from contaccum.cli.base import app
 from contaccum.common.console import hide_usual_load_reports
 from contaccum.common.errors import CheckpointError
+from contaccum.common.hub import go_offline_without_network
 
 __all__ = ["app", "bench", "comparison", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
 
 
+FROM_HUB = ("plan", "train", "compare", "encode", "evaluate", "mine", "reproduce")  # commands that may load a model by its name
 INTERRUPTED = 130  # as shells have it
 
 
@@ -27,9 +30,17 @@ def main() -> None:
     words, asked = _without(sys.argv[1:], ("--quiet", "--verbose", "--debug"))
     if "--verbose" not in asked:
         hide_usual_load_reports()
+    if words[:1] and words[0] in FROM_HUB and "--help" not in words and not _names_no_hub(words):
+        go_offline_without_network()
     errors = sys.stderr
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere if "--quiet" in asked else errors):
         _run(words, errors, debug="--debug" in asked)
+
+
+def _names_no_hub(words: Sequence[str]) -> bool:
+    """Whether the model is a folder that is here."""
+    given = next((value for option, value in pairwise(words) if option == "--model"), None)
+    return given is not None and os.path.exists(given)
 
 
 def _without(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], set[str]]:

@@ -110,7 +110,7 @@ def _sentences(summary: Summary) -> Iterator[str]:
     chosen = winner or trained[0]
     for row in [*(row for row in trained if row is not chosen), *baselines]:
         if (test := compared(chosen, row, METRICS[0])) is not None:
-            yield f"{chosen.name} against {row.name}: {told_test(test)}{'' if significant(test) else ', not significant'}."
+            yield f"Against {row.name} ({_at(row)}): {told_test(test)}{'' if significant(test) else ': tied'}."
     yield from _cost(trained)
     if len(chosen.runs) == 1:
         yield "One seed: another may change a small difference. --seeds 1,2,3 tells more."
@@ -121,20 +121,15 @@ def _headline(trained: list[ConfigRow], baselines: list[ConfigRow], winner: Conf
     if winner is None:
         yield f"Training does not pay here: {metric} is {_at(best)} with {best.name} and {_by_name(baselines, BEFORE)} before training."
         return
-    tied = [row for row in trained if row is not winner and not _above(best, row)]
-    below = [row for row in trained if row is not winner and row not in tied]
     gain = f"from {_by_name(baselines, BEFORE)} before training" if any(row.name == BEFORE for row in baselines) else ""
     words = next((row for row in baselines if row.name == WORDS), None)
     if words is not None and _above(words, winner):
         yield f"{WORDS} finds more than any trained model: {metric} {_at(words)}. Of the methods, use {winner.name}: {_at(winner)}, {gain}."
     else:
         yield f"Use {winner.name}: {metric} {_at(winner)}{', ' + gain if gain else ''}."
-    if tied:
-        names = listed([f"{row.name} ({_at(row)})" for row in tied])
-        alone = _comparable([winner, *tied]) and _seconds(winner) < min(map(_seconds, tied))
-        yield f"It is tied with {names}{', and the quickest of them' if alone else ''}."
-    if below:
-        yield f"It is better than {listed([f'{row.name} ({_at(row)})' for row in below])}."
+    tied = [row for row in trained if row is not winner and not _above(best, row)]
+    if tied and _comparable([winner, *tied]) and _seconds(winner) < min(map(_seconds, tied)):
+        yield f"It is tied with {listed([row.name for row in tied])}, and the quickest of them."
 
 
 def _at(row: ConfigRow) -> str:

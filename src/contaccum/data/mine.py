@@ -99,6 +99,8 @@ def mine(
         summary = _summary(counts, len(passages), time.monotonic() - started)
         with quiet_datasets():
             DatasetDict(tables).save_to_disk(str(scratch / "whole"))
+        if is_beir(data / "beir"):  # by which a model is evaluated
+            shutil.copytree(data / "beir", scratch / "whole" / "beir")
         write_json(scratch / "whole" / "mine.json", summary | provenance())
         os.replace(scratch / "whole", output)
     return summary

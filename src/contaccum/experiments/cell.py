@@ -125,7 +125,7 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Bytes of a full bank: as predicted, as its vectors take, with its table; and of the whole matrix in fp32."""
     import torch
 
-    from contaccum import DualBankInfoNCE
+    from contaccum.core.criterion import DualBankInfoNCE
 
     bank, n, width, h = (spec["options"][name] for name in ("bank", "n", "width", "hard_negatives"))
     device = "cuda" if torch.cuda.is_available() else "cpu"

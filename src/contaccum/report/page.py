@@ -62,7 +62,8 @@ def page(
 def _answer(answer: Answer) -> str:
     headline, *details = answer.sentences
     listed = "".join(f"<li>{html.escape(detail)}</li>" for detail in details)
-    command = f"<p>{html.escape(answer.command_for)}</p><pre>{html.escape(answer.command)}</pre>" if answer.command else ""
+    told = f'<p>{html.escape(answer.command_for)}</p><pre class="command">{html.escape(answer.command or "")}</pre>'
+    command = told if answer.command else ""
     return f'<p class="verdict">{html.escape(headline)}</p>' + (f"<ul>{listed}</ul>" if listed else "") + command
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.console import note
 from contaccum.common.errors import DataError
 from contaccum.common.outputs import check_file, write_json
 from contaccum.data.readers.beir import qrels_file, read_qrels
@@ -14,7 +15,7 @@ from contaccum.data.readers.files import bare_suffix, shown
 from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.compare import paired_comparison
 from contaccum.retrieval.metrics import DEFAULT, PerQuery, judged_metrics
-from contaccum.retrieval.runs import Run, read_dpr_results, read_run
+from contaccum.retrieval.runs import Run, read_dpr_results, read_run, tokens_of
 
 TOP = (1, 5, 20, 100)
 
@@ -57,7 +58,9 @@ def evaluate_run(
         "sources": {**{name: None if file is None else str(file) for name, file in files.items()}, "split": split, "match": match},
     }
     if compare is not None:
-        other = judge(compare)
+        other, lengths = judge(compare), (tokens_of(run), tokens_of(compare))
+        if None not in lengths and lengths[0] != lengths[1]:
+            note(f"{run} read {lengths[0]} tokens of a passage, {compare} {lengths[1]}: a part of the difference may come from that")
         result["comparison"] = {"run": str(compare), **{name: paired_comparison(found[name], other[name]) for name in found}}
     result["per_query"] = found
     if output is not None:

@@ -17,6 +17,8 @@ from contaccum.data.readers.json_array import read_array
 from contaccum.data.readers.queries import Query
 from contaccum.data.readers.store import TextStore
 
+TAG = "contaccum-tokens-"  # of our runs, before the tokens that were read of a passage
+
 
 class Hit(NamedTuple):
     id: str
@@ -37,6 +39,15 @@ def _word(key: str) -> str:
     if len(key.split()) != 1 or key != key.strip():
         raise DataError(f"the id {shown(key)} is no single word, which a TREC run file needs; rename it")
     return key
+
+
+def tokens_of(path: str | Path) -> int | None:
+    """Tokens that were read of a passage, where the run's tag says so."""
+    if bare_suffix(Path(path)) == ".json":
+        return None
+    tag = next((line.split()[-1] for _, line in read_lines(Path(path)) if line.strip()), "")
+    number = tag.removeprefix(TAG)
+    return int(number) if tag.startswith(TAG) and number.isdigit() else None
 
 
 def read_run(path: str | Path) -> Run:
