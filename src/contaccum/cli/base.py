@@ -26,6 +26,7 @@ ORDER = (
     "evaluate",
     "judge",
     "report",
+    "push",
     "reproduce",
     "bench",
 )
