@@ -10,27 +10,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from contaccum.common.provenance import provenance
-from contaccum.experiments.quickstart import START, Settings, judge_run, run_folder, start_training
+from contaccum.comparison.compare import compare
+from contaccum.comparison.quickstart import START, Settings
 from contaccum.report.svg import save
 
 SIZES = {"gradaccum": (2, 8, 32), "dpr": (128,), "contaccum": (2, 8, 32)}
 
 
 def measure(quick: Path, output: Path, method: str, n: int) -> dict[str, Any]:
-    run = run_folder(output, name := f"{method}-{n}")
-    if not (run / "evaluation.json").exists():
-        options = {**Settings().train_options, "method": method, "n_local": n}
-        pid = start_training(output, name, run_folder(quick, START) / "model", options, data=quick / "data")
-        if os.waitpid(pid, 0)[1]:
-            raise RuntimeError(f"training failed: see {run.with_suffix('.log')}")
-        judge_run(run, quick / "data")
-    found = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))["metrics"]
-    print(f"{name}: MRR {100 * found['MRR']:.1f}", flush=True)
+    name, settings = f"{method}-{n}", Settings()
+    shape: dict[str, Any] = {**settings.sizes(), "n_local": n, "epochs": settings.epochs, "lr": settings.lr, "minutes": 0}
+    model = str(quick / START / "model")
+    done = compare(quick / "data", model=model, output=output / name, methods=[method], settings={"tied": False}, **shape)
+    found = done.summary.rows[0].metrics
+    print(f"{name}: MRR@10 {100 * found['MRR@10']:.1f}", flush=True)
     return {"method": method, "n": n, "metrics": {metric: round(100 * value, 2) for metric, value in found.items()}}
 
 
@@ -39,10 +36,10 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(6.4, 3.6))
     for colour, (method, label) in enumerate((("contaccum", "contaccum"), ("gradaccum", "gradient accumulation"))):
-        points = [(row["n"], row["metrics"]["MRR"]) for row in rows if row["method"] in (method, "dpr" if method == "gradaccum" else "")]
+        points = [(row["n"], row["metrics"]["MRR@10"]) for row in rows if row["method"] in (method, "dpr" if method == "gradaccum" else "")]
         axis.plot(*zip(*points, strict=True), marker="o", color=f"C{colour}", label=label)
     axis.annotate("one batch of 128", points[-1], xytext=(0, 8), textcoords="offset points", ha="right", fontsize=9)
-    axis.set(xscale="log", xlabel="samples in memory at once (128 per update)", ylabel="MRR")
+    axis.set(xscale="log", xlabel="samples in memory at once (128 per update)", ylabel="MRR@10")
     axis.set_xticks([2, 8, 32, 128], ["2", "8", "32", "128"])
     axis.set_xticks([], minor=True)
     axis.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 0.1))

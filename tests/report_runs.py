@@ -15,7 +15,7 @@ from contaccum.methods.config import TrainConfig
 from contaccum.report.folders import read_run_folder
 from contaccum.report.rows import rows_of
 from contaccum.report.summary import Summary, summarise
-from contaccum.retrieval.evaluate import evaluate
+from contaccum.retrieval.run_metrics import evaluate_run
 
 QUERIES, PASSAGES = 30, 60
 HOSTILE = '</script><script>document.title = "owned"</script><img src=x onerror="document.title=1"> \'"&amp; <!-- \u2028'
@@ -66,7 +66,7 @@ def rank_and_judge(run: Path, data: Path, skill: float, seed: int = 0, **options
         hits = others if place is None else [*others[:place], f"d{i}", *others[place:]]
         lines += [f"q{i} Q0 {key} {rank} {100 - rank} test\n" for rank, key in enumerate(hits, 1)]
     (run / "test.trec").write_text("".join(lines))
-    return evaluate(run / "test.trec", qrels=data, output=run / "evaluation.json", **options)
+    return evaluate_run(run / "test.trec", qrels=data, output=run / "evaluation.json", **options)
 
 
 def add_diagnostics(run: Path, ratio: float = 1.5, updates: int = 120) -> Path:

@@ -77,10 +77,10 @@ def test_held_out_rows_are_a_test_split_and_a_folder_to_judge_by(tmp_path: Path,
     with open(file, "w", newline="", encoding="utf-8") as rows:
         csv.writer(rows).writerows([("q", "a"), *((f"question {i // 2}", f"answer {i}") for i in range(200))])
     prepare(file, out, query_column="q", positive_column="a", hold_out=0.2)
-    train, test = load_training_set(out, "train"), load_training_set(out, "test")
-    assert len(train) + len(test) == 200
-    assert 20 <= len(test) <= 60
-    assert not set(train["query"]) & set(test["query"])
+    train, dev, test = (load_training_set(out, split) for split in ("train", "dev", "test"))
+    assert (len(train), len(dev), len(test)) == (120, 40, 40)
+    for one, other in ((train, dev), (train, test), (dev, test)):
+        assert not set(one["query"]) & set(other["query"])
     queries, corpus = beir.read_texts(out / "beir" / "queries.jsonl"), beir.read_texts(out / "beir" / "corpus.jsonl")
     assert sorted(corpus.values()) == sorted(f"answer {i}" for i in range(200))
     judged = beir.read_qrels(out / "beir" / "qrels" / "test.tsv")

@@ -99,12 +99,12 @@ def test_a_way_that_ran_out_of_memory_is_told_and_not_drawn() -> None:
 
 
 def test_metrics_are_those_of_the_cells_run_files(found, folder: Path) -> None:
-    from contaccum.retrieval import evaluate
+    from contaccum.retrieval.run_metrics import evaluate_run
 
     for row in found["main"]["rows"]:
         (cell,) = [c for c in planned(Request("main", folder / "main", scale="tiny")) if c.group == row["group"]]
         run = folder / "main" / "cells" / cell.name / "run"
-        judged = evaluate(run / "test.trec", qrels=folder / "main" / "data" / "harvest", split="test", metrics=["MRR@10"])
+        judged = evaluate_run(run / "test.trec", qrels=folder / "main" / "data" / "harvest", split="test", metrics=["MRR@10"])
         assert row["mean"]["MRR@10"] == pytest.approx(judged["metrics"]["MRR@10"])
         assert 0 < row["mean"]["MRR@10"] <= 1
     assert len({row["mean"]["MRR@10"] for row in found["main"]["rows"]}) > 3, "all methods alike: nothing was varied"

@@ -15,9 +15,9 @@ pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 from contaccum.cli import app
 from contaccum.common.errors import DataError
 from contaccum.common.outputs import whole_file
-from contaccum.retrieval import evaluate
 from contaccum.retrieval.compare import paired_comparison
 from contaccum.retrieval.metrics import judged_metrics
+from contaccum.retrieval.run_metrics import evaluate_run
 from contaccum.retrieval.runs import Hit, Run, write_run
 
 Qrels = dict[str, dict[str, int]]
@@ -99,8 +99,8 @@ def test_an_evaluation_does_not_replace_what_it_reads(tmp_path) -> None:
     (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\nq\ta\t1\n")
     for name in ("run.trec", "qrels.tsv"):
         with pytest.raises(ValueError, match="is also read or written here and would be replaced; use another --output"):
-            evaluate(tmp_path / "run.trec", qrels=tmp_path / "qrels.tsv", output=tmp_path / name)
-    assert evaluate(tmp_path / "run.trec", qrels=tmp_path / "qrels.tsv", output=tmp_path / "out.json")["metrics"]["NDCG@10"] == 1.0
+            evaluate_run(tmp_path / "run.trec", qrels=tmp_path / "qrels.tsv", output=tmp_path / name)
+    assert evaluate_run(tmp_path / "run.trec", qrels=tmp_path / "qrels.tsv", output=tmp_path / "out.json")["metrics"]["NDCG@10"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["NDCG@0", "NDCG@99999999999999999999", "recall", "quality@10", "NDCG@x", ""])
@@ -152,17 +152,17 @@ def answers_case(folder: Path) -> tuple[Path, Path, Path]:
 
 def test_top_k_by_answers_reads_texts_without_titles(tmp_path: Path) -> None:
     run, queries, passages = answers_case(tmp_path)
-    result = evaluate(run, queries=queries, collection=passages, top=[1, 2], output=tmp_path / "m.json")
+    result = evaluate_run(run, queries=queries, collection=passages, top=[1, 2], output=tmp_path / "m.json")
     assert result["per_query"] == {"Top@1": {"a": 0.0, "b": 0.0}, "Top@2": {"a": 1.0, "b": 0.0}}  # the title "Paris" does not count
     assert result["metrics"] == {"Top@1": 0.0, "Top@2": 0.5}
     assert json.loads((tmp_path / "m.json").read_text()) == result
-    assert evaluate(run, queries=queries, collection=passages, top=[1], match="regex")["per_query"]["Top@1"]["b"] == 1.0
+    assert evaluate_run(run, queries=queries, collection=passages, top=[1], match="regex")["per_query"]["Top@1"]["b"] == 1.0
 
 
 def test_a_query_without_results_counts_as_missed(tmp_path: Path) -> None:
     _, queries, passages = answers_case(tmp_path)
     run = write(tmp_path / "short.trec", {"a": [Hit("1", 1.0)]})
-    assert evaluate(run, queries=queries, collection=passages, top=[5])["metrics"]["Top@5"] == 0.5
+    assert evaluate_run(run, queries=queries, collection=passages, top=[5])["metrics"]["Top@5"] == 0.5
 
 
 def test_qrels_of_a_folder_and_a_comparison(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_qrels_of_a_folder_and_a_comparison(tmp_path: Path) -> None:
     lines = [f"{query}\t{key}\t{grade}" for query, grades in qrels.items() for key, grade in grades.items()]
     (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(lines) + "\n")
     first, second = write(tmp_path / "first.trec", run), write(tmp_path / "second.trec", {q: hits[::-1] for q, hits in run.items()})
-    result = evaluate(first, qrels=tmp_path, metrics=["NDCG@10"], compare=second)
+    result = evaluate_run(first, qrels=tmp_path, metrics=["NDCG@10"], compare=second)
     assert result["metrics"]["NDCG@10"] == pytest.approx(sum(judged_metrics(run, qrels)["NDCG@10"].values()) / len(qrels))
     assert result["comparison"]["NDCG@10"]["queries"] == len(qrels)
 
@@ -182,7 +182,7 @@ def test_people_read_percent_and_machines_fractions(tmp_path: Path, capsys: pyte
     first, second = (
         write(tmp_path / f"{found}.trec", {f"q{i}": [Hit("d" if i < found else "x", 1.0)] for i in range(8)}) for found in (5, 4)
     )
-    words = ["evaluate", str(first), "--qrels", str(tmp_path / "qrels.tsv"), "--metrics", "P@1", "--compare", str(second)]
+    words = ["evaluate", "--run", str(first), "--qrels", str(tmp_path / "qrels.tsv"), "--metrics", "P@1", "--compare", str(second)]
     app(words, standalone_mode=False)
     assert capsys.readouterr().out.splitlines() == [
         f"{first}: 8 queries, in percent",
@@ -196,9 +196,20 @@ def test_people_read_percent_and_machines_fractions(tmp_path: Path, capsys: pyte
 def test_what_cannot_be_judged_says_what_is_missing(tmp_path: Path) -> None:
     run, queries, _ = answers_case(tmp_path)
     with pytest.raises(ValueError, match="give --qrels, or --queries"):
-        evaluate(run)
+        evaluate_run(run)
     with pytest.raises(ValueError, match="give --collection"):
-        evaluate(run, queries=queries)
+        evaluate_run(run, queries=queries)
     (tmp_path / "other.tsv").write_text("id\ttext\ttitle\n1\tIt is Paris.\tx\n")
     with pytest.raises(DataError, match="does not hold the passage"):
-        evaluate(run, queries=queries, collection=tmp_path / "other.tsv")
+        evaluate_run(run, queries=queries, collection=tmp_path / "other.tsv")
+
+
+def test_runs_of_encodings_that_differ_in_length_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(f"q{i}\td\t1\n" for i in range(2)))
+    files = []
+    for name, tag in (("a", "contaccum-tokens-64"), ("b", "contaccum-tokens-128"), ("c", "another")):
+        files.append(tmp_path / f"{name}.trec")
+        files[-1].write_text("".join(f"q{i} Q0 d 1 1.0 {tag}\n" for i in range(2)))
+    for other, told in ((files[1], True), (files[2], False), (files[0], False)):
+        evaluate_run(files[0], qrels=tmp_path / "qrels.tsv", compare=other)
+        assert ("read 64 tokens of a passage" in capsys.readouterr().err) == told

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from contaccum.common.errors import DataError
+from contaccum.comparison.compare import BEFORE, METRICS, WORDS
+from contaccum.comparison.quickstart import COMPARED, Settings, free_folder, quickstart
 from contaccum.data.harvest import Pair, harvest, write_beir
 from contaccum.data.readers.beir import read_pairs, read_qrels, read_texts
-from contaccum.experiments.quickstart import COMPARED, Settings, free_folder, quickstart, run_folder
 from contaccum.towers.random_encoder import write_encoder
 
 MODULE = '''
@@ -87,25 +88,24 @@ def test_split_is_by_function_and_whole(tmp_path: Path) -> None:
 
 
 def test_quickstart_end_to_end(tmp_path: Path) -> None:
-    settings = Settings(pairs=1000, test=100, epochs=1, n_total=32, vocabulary=800, width=32, layers=1)
-    results = quickstart(tmp_path / "quick", settings, say=lambda line: None)
-    assert [result.name for result in results] == list(COMPARED)
-    assert [result.negatives_per_query for result in results] == [7, 31, 135, 35]  # 128 of the paper's; a sixteenth of 450 pairs
-    for result in results:
-        assert set(result.metrics) == {"Top@1", "Top@20", "Top@100", "MRR", "NDCG@10"}
-        assert result.metrics["Top@100"] > 100 / 1000  # better than chance: something was learnt
-        assert result.metrics["Top@1"] <= result.metrics["Top@20"] <= result.metrics["Top@100"]
-        assert (run_folder(tmp_path / "quick", result.name) / "model" / "modules.json").exists()
-    page = (tmp_path / "quick" / "report.html").read_text()
+    settings = Settings(pairs=1000, test=100, dev=40, epochs=1, n_total=32, vocabulary=800, width=32, layers=1)
+    found = quickstart(tmp_path / "quick", settings, say=lambda line: None)
+    rows = found.summary.rows
+    assert [row.name for row in rows] == [*COMPARED, BEFORE, WORDS]
+    assert [row.negatives_per_query for row in rows if row.trained] == [7, 31, 135, 33]  # 128 of the paper's; a sixteenth of 430 pairs
+    for row in rows:
+        assert tuple(row.metrics) == METRICS
+        assert row.metrics["Recall@100"] > 100 / 1000  # better than chance: something was learnt
+        assert row.metrics["Recall@1"] <= row.metrics["Recall@20"] <= row.metrics["Recall@100"]
+    page = found.page.read_text()
     assert page.count("<svg") >= 4  # quality, time, memory, loss; more where there are diagnostics
     assert 'id="data"' in page  # the query browser
-    for result in results:
-        assert f'<th scope="row">{result.name}</th>' in page
-        assert f"{100 * result.metrics['MRR']:.1f}" in page
-        assert json.loads((run_folder(tmp_path / "quick", result.name) / "evaluation.json").read_text())["metrics"] == result.metrics
+    for row in rows:
+        assert f'<th scope="row">{row.name}</th>' in page
+        assert f"{100 * row.metrics['MRR@10']:.1f}" in page
     assert not re.search(r"""\b(src|href|action)\s*=\s*["']?(?!["']?#)""", page.split("<script", 1)[0]), "the page must load nothing"
-    stored = json.loads((tmp_path / "quick" / "results.json").read_text())
-    assert stored["results"][0]["metrics"] == results[0].metrics
+    stored = json.loads((found.output / "results.json").read_text())
+    assert stored["results"][0]["metrics"] == rows[0].metrics
     assert free_folder(tmp_path / "quick").name == "quick-2"
 
 

@@ -48,7 +48,7 @@ def test_exports_hold_what_the_page_shows(runs: list[Path], tmp_path: Path) -> N
     assert "| method | gradaccum | contaccum |" in text
     plots_folder = tmp_path / "out" / "r-plots"
     assert {file.suffix for file in plots_folder.iterdir()} == {".png", ".svg"}
-    assert len(list(plots_folder.iterdir())) == 22
+    assert len(list(plots_folder.iterdir())) == 28
     assert (plots_folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -58,8 +58,8 @@ def test_plots_hold_their_data(runs: list[Path]) -> None:
     summary = summary_of(runs)
     drawn = {drawing.name: drawing for drawing in drawings(summary)}
     assert set(drawn) == {
-        *("quality", "time", "memory", "loss", "dev-ndcg-10", "dev-mrr-10", "gradient-norm-ratio", "similarity-mass"),
-        *("drift-passages", "drift-queries", "phases"),
+        *("quality", "time", "memory", "loss", "dev-ndcg-10", "dev-ndcg-10-time", "dev-mrr-10", "gradient-norm-ratio", "similarity-mass"),
+        *("drift-passages", "drift-queries", "phases", "quality-by-memory", "dev-mrr-10-time"),
     }
     lines = {name: [line for line in d.figure.axes[0].lines if not line.get_label().startswith("_")] for name, d in drawn.items()}
     assert [line.get_label() for line in lines["loss"]] == ["gradaccum", "contaccum"]

@@ -16,10 +16,11 @@ pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 from chromium import PROGRAM, Chromium
 from contaccum.report.build import report
 from contaccum.report.page import page as html_page
+from contaccum.report.verdict import Answer
 from contaccum.report.palette import INK, NIGHT, RULE, STYLES, WHITE
 from report_runs import HOSTILE, make_run, summary_of, two_methods
 
-FIGURES = 11
+FIGURES = 14
 
 
 class Elements(HTMLParser):
@@ -207,7 +208,7 @@ def test_configurations_of_many_runs_fit_a_printed_page(browser: Chromium, tmp_p
     folders = [
         make_run(tmp_path / f"{'long' * 8}{i}", lr=1e-5 * (i + 1), **{f: "x" * (i % 5) * 8 + str(i) for f in fields}) for i in range(runs)
     ]
-    (tmp_path / "page.html").write_text(html_page(summary_of(folders), [], {}, None, "", "Many", "", {}))
+    (tmp_path / "page.html").write_text(html_page(summary_of(folders), [], {}, None, "", "Many", "", {}, Answer([])))
     browser.open(tmp_path / "page.html", width=718)  # A4 with margins of a centimetre
     browser.call("Emulation.setEmulatedMedia", media="print")
     widest = "Math.max(...[...document.querySelectorAll('#configuration table')].map(t => t.getBoundingClientRect().right))"

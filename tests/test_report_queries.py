@@ -12,7 +12,7 @@ pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
 from contaccum.common.errors import DataError
 from contaccum.report.queries import choose, query_browser
-from contaccum.retrieval.evaluate import evaluate
+from contaccum.retrieval.run_metrics import evaluate_run
 from report_runs import QUERIES, make_data, make_run, rank_and_judge, summary_of, two_methods, write_lines
 
 runs = pytest.fixture(two_methods)
@@ -70,7 +70,7 @@ def test_answers_decide_where_there_are_no_judgements(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "test.trec").write_text("".join(f"{q} Q0 p{i} {i + 1} {9 - i} t\n" for q in "ab" for i in range(3)))
     files = {"queries": tmp_path / "queries.jsonl", "collection": tmp_path / "passages.jsonl"}
-    result = evaluate(run / "test.trec", **files, top=[1, 2], output=run / "evaluation.json")
+    result = evaluate_run(run / "test.trec", **files, top=[1, 2], output=run / "evaluation.json")
     assert result["sources"] == {
         "run": str(run / "test.trec"),
         "qrels": None,
@@ -89,7 +89,7 @@ def test_the_retrievers_own_output_is_enough(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     record = {"id": "a", "question": "q?", "answers": ["Rome"], "ctxs": [{"id": "p1", "text": "It is Rome.", "score": "1"}]}
     (run / "found.json").write_text(json.dumps([record, record | {"id": "b"}]))
-    evaluate(run / "found.json", top=[1], output=run / "evaluation.json")
+    evaluate_run(run / "found.json", top=[1], output=run / "evaluation.json")
     browser = query_browser(summary_of([run]).rows, "Top@1")
     assert [entry["first"] for entry in browser.queries] == [[1], [1]]
     assert browser.texts == {"p1": ("", "It is Rome.")}
@@ -99,13 +99,13 @@ def test_a_qrels_file_finds_the_texts_of_its_folder_or_those_given(tmp_path: Pat
     data, run = make_data(tmp_path / "data"), make_run(tmp_path / "run")
     rank_and_judge(run, data, 0.5)
     qrels = data / "qrels" / "test.tsv"
-    evaluate(run / "test.trec", qrels=qrels, output=run / "evaluation.json")
+    evaluate_run(run / "test.trec", qrels=qrels, output=run / "evaluation.json")
     assert query_browser(summary_of([run]).rows, "MRR@10").judged == QUERIES
     alone = tmp_path / "judged.tsv"
     alone.write_text(qrels.read_text())
-    evaluate(run / "test.trec", qrels=alone, output=run / "evaluation.json")
+    evaluate_run(run / "test.trec", qrels=alone, output=run / "evaluation.json")
     with pytest.raises(DataError, match=r"where the texts of .* are is not known"):
         query_browser(summary_of([run]).rows, "MRR@10")
     texts = {"queries": data / "queries.jsonl", "collection": data / "corpus.jsonl"}  # queries without answers: only their texts are wanted
-    evaluate(run / "test.trec", qrels=alone, **texts, output=run / "evaluation.json")
+    evaluate_run(run / "test.trec", qrels=alone, **texts, output=run / "evaluation.json")
     assert query_browser(summary_of([run]).rows, "MRR@10").judged == QUERIES

@@ -225,8 +225,8 @@ def test_a_process_that_is_missing_leaves_its_shards_out(tiny_encoder, tmp_path:
         assert encode(model, tmp_path / "c.jsonl", tmp_path / "v", **options)["complete"] is complete
 
 
-def test_the_three_commands_find_the_passage_that_repeats_the_query(
-    tiny_encoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_commands_find_the_passage_that_repeats_the_query(
+    tiny_encoder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
     tiny_encoder(tied=True, dropout=0.0, similarity="cosine").save_pretrained(str(tmp_path / "model"))
@@ -246,7 +246,21 @@ def test_the_three_commands_find_the_passage_that_repeats_the_query(
     assert asked["texts"] == 10
     outputs = ["--output", f"{folder}/run.trec", "--json-output", f"{folder}/run.json"]
     assert call("search", f"{folder}/v", f"{folder}/q", "--k", "5", *outputs)["exact"]
-    assert call("evaluate", f"{folder}/run.trec", "--qrels", folder, "--metrics", "MRR@5")["metrics"] == {"MRR@5": 1.0}
+    assert call("evaluate", "--run", f"{folder}/run.trec", "--qrels", folder, "--metrics", "MRR@5")["metrics"] == {"MRR@5": 1.0}
+    at_once = call("evaluate", f"{folder}/model", folder, "--k", "5", "--metrics", "MRR@5", "--output", f"{folder}/out", "--device", "cpu")
+    assert at_once["metrics"] == {"MRR@5": 1.0}
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["evaluation.json", "test.trec"]
+    before = sorted(tmp_path.iterdir())
+    assert call("evaluate", f"{folder}/model", folder, "--metrics", "MRR@5", "--device", "cpu")["metrics"] == {"MRR@5": 1.0}
+    assert sorted(tmp_path.iterdir()) == before  # without --output nothing is left
+    monkeypatch.chdir(tmp_path)
+    for words, message in (
+        (["run.trec"], "with --run run.trec"),
+        ([], "give a model and a test set"),
+        (["m", "d", "--run", "r"], "r is a run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call("evaluate", *words)
     first = json.loads((tmp_path / "run.json").read_text())[0]
     assert first["question"] == first["ctxs"][0]["text"] == passages[0]
 

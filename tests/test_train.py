@@ -176,10 +176,11 @@ def test_automatic_bank_is_eight_updates_a_sixteenth_of_the_rows_or_a_micro_batc
 def test_defaults_are_resolved_written_told_and_resumed(method: str, correction, jsonl, model_folder, tmp_path, capsys) -> None:
     arguments = options(jsonl(64), model_folder, tmp_path / "run", method=method, bank="auto")
     train(TrainConfig(**arguments))
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     assert ("note: bank=4, for updates of 8 and 64 rows" in told) == METHODS[method].bank
     config = load_config(tmp_path / "run" / "config.yaml", {})
-    assert (config.bank, config.drift_correction) == (4, correction)
+    assert (config.bank, config.drift_correction) == (4 if METHODS[method].bank else 0, correction)
+    assert config.warmup_updates < 24  # as many as there are, not the 1,237 of the defaults
     whole = final_state(tmp_path / "run")
     for made in ("summary.json", "model", "checkpoints/checkpoint-16"):  # as if it had been killed
         (tmp_path / "run" / made).rename(tmp_path / made.replace("/", "-"))
@@ -348,7 +349,7 @@ def test_memory_limit_says_when_it_cannot_be_enforced(jsonl, model_folder, tmp_p
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here: the limit is enforced")
     train(TrainConfig(**options(jsonl(32), model_folder, tmp_path / "run", epochs=1, memory="11GB")))
-    assert "note: the memory limit cannot be enforced: there is no CUDA device here" in capsys.readouterr().out
+    assert "note: the memory limit cannot be enforced: there is no CUDA device here" in capsys.readouterr().err
 
 
 def test_gradient_checkpointing_reaches_the_towers_and_changes_nothing(jsonl, model_folder, tmp_path, monkeypatch) -> None:

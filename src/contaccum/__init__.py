@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
     from contaccum.adapters.trainer import ContAccumCallback, ContAccumTrainer
+    from contaccum.comparison.compare import compare
     from contaccum.core.bank import DualBank
     from contaccum.core.criterion import DualBankInfoNCE
     from contaccum.core.infonce import dual_bank_infonce, naive_dual_bank_infonce
@@ -21,6 +22,7 @@ __all__ = [
     "ContAccumTrainer",
     "DualBank",
     "DualBankInfoNCE",
+    "compare",
     "dual_bank_infonce",
     "dual_encoder",
     "naive_dual_bank_infonce",
@@ -34,6 +36,7 @@ _LAZY = {
     "ContAccumTrainer": "contaccum.adapters.trainer",
     "DualBank": "contaccum.core.bank",
     "DualBankInfoNCE": "contaccum.core.criterion",
+    "compare": "contaccum.comparison.compare",
     "dual_bank_infonce": "contaccum.core.infonce",
     "dual_encoder": "contaccum.towers.dual_encoder",
     "naive_dual_bank_infonce": "contaccum.core.infonce",

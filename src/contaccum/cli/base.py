@@ -10,10 +10,25 @@ from typing import Annotated, Any, Optional
 import typer
 import typer.core
 
+import contaccum
 from contaccum.methods.config import GROUPS
 
 # In the order of use.
-ORDER = ("quickstart", "prepare", "mine", "plan", "train", "encode", "search", "evaluate", "judge", "report", "reproduce", "bench")
+ORDER = (
+    "quickstart",
+    "compare",
+    "prepare",
+    "mine",
+    "plan",
+    "train",
+    "encode",
+    "search",
+    "evaluate",
+    "report",
+    "push",
+    "reproduce",
+    "bench",
+)
 
 
 class InOrder(typer.core.TyperGroup):
@@ -24,9 +39,17 @@ class InOrder(typer.core.TyperGroup):
 app = typer.Typer(cls=InOrder, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.callback()
-def root() -> None:
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="show the version")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print the result and errors alone; anywhere in the line")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="show what the libraries say too; anywhere in the line")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an unexpected error; anywhere in the line")] = False,
+) -> None:
     """Train dense retrievers under a memory budget."""
+    if version:
+        print(f"contaccum {contaccum.__version__}")
+        raise typer.Exit
 
 
 def options_of(config: Any, only: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -29,5 +29,7 @@ def _line(row: dict[str, Any]) -> list[str]:
     towers = " ".join([row["precision"], *how])
     if row["failed"]:
         return [row["way"], *sizes, towers, row["failed"], *[""] * 4]
-    times = [f"{1000 * row['seconds']:.1f}", "" if ratio is None else f"x{ratio:.2f}", f"{row['samples_per_second']:.0f}"]
+    low, high = min(row["all_seconds"]), max(row["all_seconds"])
+    spread = f"{1000 * row['seconds']:.1f} ({1000 * low:.1f} to {1000 * high:.1f})"
+    times = [spread, "" if ratio is None else f"x{ratio:.2f}", f"{row['samples_per_second']:.0f}"]
     return [row["way"], *sizes, towers, *times, "" if memory is None else f"{memory / 1e6:,.0f}", "" if share is None else f"{share:.0%}"]

@@ -23,7 +23,7 @@ import contaccum
 from contaccum.cli.base import app, default_text, whole_numbers
 
 ROOT = Path(contaccum.__file__).parent
-NO_OPTIONS = ("progress", "names", "title", "introduction", "provenance")  # for callers in Python
+NO_OPTIONS = ("progress", "names", "title", "introduction", "provenance", "answer", "settings", "variants", "say")  # for callers in Python
 PAIRS = "Sequence[tuple[str, str]]"
 KINDS: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str, ...]": list[str], PAIRS: list[str]}  # lists: repeatable
 
@@ -34,6 +34,7 @@ class Parameter(NamedTuple):
     default: Any  # inspect.Parameter.empty: none; ...: not a literal
     help: str
     needed: bool = False  # by the function, though the command may leave it out: None
+    optional_argument: bool = False  # stands by its place, where it is given
 
 
 class Described(NamedTuple):
@@ -55,7 +56,7 @@ def command(module: str, name: str, cls: type[TyperCommand] | None = None) -> Ca
         def run(json_: bool = False, **values: Any) -> None:
             options = {key: _parsed(key, value, kinds[key]) for key, value in values.items() if value not in (None, []) or key in nullable}
             result = getattr(importlib.import_module(module), name)(**options)
-            print(json.dumps(result, default=asdict)) if json_ else show(result, **options)
+            print(json.dumps(result, default=_as_json)) if json_ else show(result, **options)
 
         parameters = [_option(parameter, first=not place) for place, parameter in enumerate(described.parameters)]
         if "json" not in kinds:
@@ -68,6 +69,10 @@ def command(module: str, name: str, cls: type[TyperCommand] | None = None) -> Ca
         return show
 
     return decorate
+
+
+def _as_json(value: Any) -> Any:
+    return value.as_json() if hasattr(value, "as_json") else asdict(value)
 
 
 @cache
@@ -85,7 +90,8 @@ def describe(module: str, name: str) -> Described:
         kind, _, none = ast.unparse(argument.annotation or ast.Name("str")).rpartition(" | None")
         needed = default is inspect.Parameter.empty and bool(kind)
         if argument.arg not in NO_OPTIONS:
-            parameters.append(Parameter(argument.arg, kind or none, None if needed else default, helps[argument.arg], needed))
+            by_place = default is None and argument in arguments.args
+            parameters.append(Parameter(argument.arg, kind or none, None if needed else default, helps[argument.arg], needed, by_place))
     return Described(docstring.partition("\n\n")[0], parameters)
 
 
@@ -111,7 +117,7 @@ def _option(parameter: Parameter, first: bool) -> inspect.Parameter:
     """An argument for what the function cannot do without, but for the output; options for the rest."""
     required = parameter.default is inspect.Parameter.empty
     kind, default = KINDS.get(parameter.kind, str), inspect.Parameter.empty if required else None
-    if (required and parameter.name != "output") or (first and parameter.needed):
+    if (required and parameter.name != "output") or (first and parameter.needed) or parameter.optional_argument:
         kind = list[str] if parameter.kind.startswith("Sequence") else str
         given: Any = typer.Argument(help=parameter.help)
     else:

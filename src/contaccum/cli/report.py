@@ -1,4 +1,4 @@
-"""`report`."""
+"""`report` and `push`."""
 
 from __future__ import annotations
 
@@ -46,3 +46,9 @@ def show_report(summary: Summary, output: str = "report.html", **_: Any) -> None
 
     show(summary.rows)
     print(f"{verdict(summary)}\nPage: {output}")
+
+
+@command("contaccum.report.card", "push")
+def show_pushed(told: dict[str, Any], **_: Any) -> None:
+    """Example: contaccum push runs/final me/my-encoder --private"""
+    print(f"{told['model']} -> {told['name']}" if told["uploaded"] else f"card: {told['card']}; nothing was uploaded")

@@ -1,4 +1,4 @@
-"""`encode`, `search`, `evaluate` and `judge`."""
+"""`encode`, `search` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def show_found(summary: dict[str, Any], output: str, **_: Any) -> None:
 
 
 @command("contaccum.retrieval.evaluate", "evaluate")
-def show_metrics(result: dict[str, Any], run: str, compare: str | None = None, **_: Any) -> None:
-    """Example: contaccum evaluate first.trec --queries sets/nq --split test --collection psgs_w100.tsv.gz --top 20,100
+def show_metrics(result: dict[str, Any], model: str | None = None, run: str | None = None, compare: str | None = None, **_: Any) -> None:
+    """Example: contaccum evaluate runs/first/model scifact --output runs/first
 
-    Example: contaccum evaluate first.trec --qrels scifact --compare second.trec
+    Example: contaccum evaluate --run first.trec --queries sets/nq --split test --collection psgs_w100.tsv.gz --top 20,100
     """
-    print(f"{run}: {result['queries']:,} queries, in percent")
+    print(f"{run or model}: {result['queries']:,} queries, in percent")
     for name, value in result["metrics"].items():
         difference = result.get("comparison", {}).get(name)
         change = [] if difference is None else [f"{100 * difference[part]:+.1f}" for part in ("difference", "low", "high")]
@@ -49,12 +49,3 @@ def show_metrics(result: dict[str, Any], run: str, compare: str | None = None, *
         print(f"{name:<12}{100 * value:8.1f}{versus}")
     if compare is not None:
         print(f"difference to {compare} with its 95% interval, paired t-test")
-
-
-@command("contaccum.retrieval.judge", "judge")
-def show_judged(result: dict[str, Any], output: str, **_: Any) -> None:
-    """Example: contaccum judge runs/first/model scifact --output runs/first
-
-    Example: contaccum judge runs/first/model psgs_w100.tsv.gz --queries nq-test.qa.csv --output runs/first
-    """
-    show_metrics(result, run=result["run"])

@@ -1,10 +1,9 @@
-"""`quickstart` and `train`."""
+"""`train`."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -12,32 +11,9 @@ import typer
 
 from contaccum.cli.base import app, options_of
 from contaccum.methods.config import TrainConfig, load_config
+from contaccum.methods.recipes import recipe as named_recipe
 
-
-@app.command("quickstart")
-def quickstart(
-    output: Annotated[Path, typer.Option(help="folder to write; a number is added where it exists")] = Path("runs/quickstart"),
-    pairs: Annotated[int, typer.Option(help="docstring -> function pairs, half of them for the encoder to start from")] = 15_000,
-    epochs: Annotated[float, typer.Option(help="passes of the fine-tuning")] = 2.0,
-    seed: Annotated[int, typer.Option(help="seed of weights, order and dropout")] = 42,
-    json_: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
-) -> None:
-    """Fine-tune a small encoder by four methods and compare them, on docstrings of the installed packages: no network, no GPU.
-
-    Example: contaccum quickstart
-    """
-    from contaccum.experiments.quickstart import Settings, free_folder
-    from contaccum.experiments.quickstart import quickstart as run_quickstart
-    from contaccum.report.terminal import show
-
-    folder = free_folder(output)
-    settings = Settings(pairs=pairs, test=min(1000, pairs // 4), epochs=epochs, seed=seed)
-    results = run_quickstart(folder, settings, say=lambda line: print(line, file=sys.stderr, flush=True))
-    if json_:
-        print(json.dumps([result.as_json() for result in results]))
-    else:
-        show(results)
-        print(f"Page: {folder / 'report.html'}   Models: {folder / 'runs'}/*/model")
+LARGE = 500_000  # passages
 
 
 @app.command("train")
@@ -45,6 +21,10 @@ def quickstart(
 def train(
     config: Annotated[Optional[Path], typer.Argument(help="YAML file of these options; those on the command line override it")] = None,  # noqa: UP045
     resume: Annotated[bool, typer.Option("--resume", help="continue the run in --output")] = False,
+    evaluated: Annotated[bool, typer.Option("--evaluate/--no-evaluate", help="in the end, if --data has a test split")] = True,
+    recipe: Annotated[
+        str, typer.Option(help="to start from: paper, or st: one tower, mean pooling, cosine, one epoch, as sentence-transformers' users")
+    ] = "paper",
     json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
     **options: Any,
 ) -> None:
@@ -54,13 +34,36 @@ def train(
     """
     from contaccum.training.run import train as run_training
 
-    overrides = {name: value for name, value in options.items() if value is not None}
+    overrides = {**named_recipe(recipe), **{name: value for name, value in options.items() if value is not None}}
     if resume and config is None and "output" in overrides and (stored := Path(overrides["output"]) / "config.yaml").exists():
         config = stored
-    summary = run_training(load_config(config, overrides), resume=resume)
+    chosen = load_config(config, overrides)
+    summary = run_training(chosen, resume=resume)
     if os.environ.get("RANK", "0") != "0":
         return  # one process speaks for all
+    metrics = _test_metrics(chosen) if evaluated else {}
     if json_:
-        print(json.dumps(summary))
+        print(json.dumps({**summary, **({"metrics": metrics} if metrics else {})}))
     else:
         print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s, loss {summary['final_loss']:.4f}")
+        print("".join(f"{name:<12}{100 * value:8.1f}\n" for name, value in metrics.items()), end="")
+
+
+def _test_metrics(config: TrainConfig) -> dict[str, float]:
+    """Of the finished model, where the data has test queries and a collection that is searched within minutes."""
+    import torch
+
+    from contaccum.common.console import note
+    from contaccum.data.readers.beir import find_qrels, is_beir
+    from contaccum.data.readers.collections import count_lines
+    from contaccum.retrieval import evaluate
+
+    data = Path(config.data)
+    beir = data / "beir" if is_beir(data / "beir") else data
+    if not is_beir(beir) or "test" not in find_qrels(beir) or "test" in config.split.split("+"):
+        return {}
+    if count_lines(beir) > (LARGE if torch.cuda.is_available() else LARGE // 10):
+        note(f"the collection is large; to evaluate: contaccum evaluate {config.output}/model {config.data} --output {config.output}")
+        return {}
+    found: dict[str, float] = evaluate(Path(config.output) / "model", beir, output=config.output)["metrics"]
+    return found

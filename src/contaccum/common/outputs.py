@@ -69,6 +69,10 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def read_json(path: str | Path) -> Any:
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
 def write_jsonl(path: str | Path, records: Iterable[dict[str, Any]]) -> None:
     with whole_file(path) as file:
         file.writelines(json.dumps(record) + "\n" for record in records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,6 +100,8 @@ def mine(
         summary = _summary(counts, len(passages), time.monotonic() - started)
         with quiet_datasets():
             DatasetDict(tables).save_to_disk(str(scratch / "whole"))
+        if is_beir(data / "beir"):  # by which a model is evaluated
+            shutil.copytree(data / "beir", scratch / "whole" / "beir")
         write_json(scratch / "whole" / "mine.json", summary | provenance())
         os.replace(scratch / "whole", output)
     return summary

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,7 +71,9 @@ class PrepareSummary:
         for sample in first.samples:
             lines += ["", f"query     {sample['query']}", f"positive  {sample['positive']}"]
             lines += [f"negative  {sample['first_negative']}"] if sample["first_negative"] else []
-        return "\n".join([*lines, "", f"{self.format} -> {self.output}"])
+        judged = Path(self.output) / "beir"
+        lines += ["", f"{self.format} -> {self.output}"]
+        return "\n".join([*lines, f"to evaluate a model: contaccum evaluate MODEL {judged}"] if judged.is_dir() else lines)
 
 
 def _clipped(text: str, width: int = 120) -> str:
@@ -113,7 +116,8 @@ def prepare(
         require_negatives: drop records without a negative (dpr; left out: yes, unless the whole file has none)
         system: search system whose hard negatives are taken, repeatable (msmarco; default: bm25)
         margin: keep negatives that score at least this far below the positive (msmarco)
-        hold_out: share of the training rows that becomes a test split, as 0.1; OUTPUT/beir can then be given to judge
+        hold_out: share of the training rows to keep for a dev split and for a test split each, as 0.1; OUTPUT/beir is the folder to
+            evaluate with
         download: first fetch nq, trivia, webq, trec or msmarco into SOURCE (default: downloads/NAME)
         passages: with --download: also fetch DPR's 21 million Wikipedia passages
 
@@ -136,18 +140,20 @@ def prepare(
         scratch = Path(folder)
         with open_splits(name, paths, kind, options, scratch) as splits:
             check_hold_out(hold_out, splits)
-            written = {split: _write(rows, split, scratch / f"{split}.arrow", max_negatives) for split, rows in splits.items()}
+            written = {split: write_split(rows, split, scratch / f"{split}.arrow", max_negatives) for split, rows in splits.items()}
         if hold_out is not None:
-            written |= _with_test(written["train"], scratch, hold_out)
+            rows = written["train"].rows
+            wanted = {split: math.ceil(hold_out * rows) for split in ("dev", "test") if split not in written}
+            written |= _with_held_out(written["train"], scratch, wanted)
         summary = PrepareSummary(str(output), kind, written)
-        _save(summary, scratch, output, judged=hold_out is not None)
+        save_splits(summary, scratch, output, judged=hold_out is not None)
     return summary
 
 
-def _with_test(whole: SplitSummary, scratch: Path, share: float) -> dict[str, SplitSummary]:
-    """The training rows written so far as two splits."""
+def _with_held_out(whole: SplitSummary, scratch: Path, wanted: Mapping[str, int]) -> dict[str, SplitSummary]:
+    """The training rows written so far as several splits."""
     table = datasets.Dataset.from_file(str((scratch / "train.arrow").replace(scratch / "all.arrow")))
-    parts = {split: _write(rows, split, scratch / f"{split}.arrow", None) for split, rows in hold_back(table, share).items()}
+    parts = {split: write_split(rows, split, scratch / f"{split}.arrow", None) for split, rows in hold_back(table, wanted).items()}
     parts["train"].dropped, parts["train"].notes = whole.dropped, whole.notes
     return parts
 
@@ -166,7 +172,7 @@ def _check(source: str | None, paths: Mapping[str, Path], format: str, max_negat
         raise ValueError(f"margin {margin}: use 0 or more; a negative is kept if it scores at least this far below the positive")
 
 
-def _write(rows: Any, split: str, path: Path, max_negatives: int | None) -> SplitSummary:
+def write_split(rows: Any, split: str, path: Path, max_negatives: int | None) -> SplitSummary:
     """Write a split's rows to an Arrow file, batch by batch."""
     tally, summary, waiting = Tally(), SplitSummary(), 0
     with datasets.arrow_writer.ArrowWriter(features=FEATURES, path=str(path)) as writer:
@@ -197,14 +203,15 @@ def _usable(rows: Iterator[TrainingRow], tally: Tally, max_negatives: int | None
             yield row
 
 
-def _save(summary: PrepareSummary, scratch: Path, output: Path, judged: bool) -> None:
-    """The Arrow files as one folder, written beside its final name and renamed when whole."""
+def save_splits(summary: PrepareSummary, scratch: Path, output: Path, judged: bool, others: Iterable[str] = ()) -> None:
+    """The Arrow files of a scratch folder as one, which takes its final name when it is whole. `judged`: with a BEIR folder of all
+    passages, and of `others`."""
     whole = scratch / "whole"
     tables = {split: datasets.Dataset.from_file(str(scratch / f"{split}.arrow")) for split in summary.splits}
     with quiet_datasets():
         datasets.DatasetDict(tables).save_to_disk(str(whole))
     if judged:
-        write_judged(tables, whole / "beir")
+        write_judged(tables, whole / "beir", others)
     write_json(whole / SUMMARY_FILE, asdict(summary))
     if output.exists():
         output.rmdir()

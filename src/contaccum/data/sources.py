@@ -85,16 +85,18 @@ def _dpr_splits(source: str | None, files: Mapping[str, Path], options: ReadOpti
 
 def _pairs_splits(source: str | None, files: Mapping[str, Path], options: ReadOptions) -> Splits:
     if source and not Path(source).is_file() and not files:
-        if not Path(source).exists() and not _may_be_on_hub(source):
-            raise DataError(f"{source} does not exist; give a file, a folder or the name of a data set on the hub")
+        check_may_exist(source)
         opened = pairs.open_data_set(source, options.subset)
         return {split: _pairs_rows(pairs.read_data_set(source, split, rows), options) for split, rows in opened.items()}
     found = {**({"train": Path(source)} if source else {}), **files}
     return {split: _pairs_rows(pairs.read_records(path, options.columns), options) for split, path in found.items()}
 
 
-def _may_be_on_hub(name: str) -> bool:
-    return bool(HUB_NAME.fullmatch(name)) and bare_suffix(Path(name)) not in pairs.SUFFIXES
+def check_may_exist(name: str) -> None:
+    """DataError where a name is neither there nor one that the hub could know."""
+    on_hub = HUB_NAME.fullmatch(name) and bare_suffix(Path(name)) not in pairs.SUFFIXES
+    if not Path(name).exists() and not on_hub:
+        raise DataError(f"{name} does not exist; give a file, a folder or the name of a data set on the hub")
 
 
 def _pairs_rows(records: Iterator[pairs.Record], options: ReadOptions) -> Callable[[Tally], Iterator[TrainingRow]]:

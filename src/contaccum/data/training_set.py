@@ -32,13 +32,15 @@ def load_training_set(path: str | Path, split: str = "train", limit: int | None 
     """Columns query, positive, negatives and answers (lists, possibly empty), from a BEIR folder, a JSONL file or a folder that
     `contaccum prepare` or `Dataset.save_to_disk` wrote.
 
+    Several splits, as train+dev, give the rows of all.
+
     A JSONL line holds "query" and "positive", either "negatives" (a list) or "negative" (a text), and perhaps "answers" (a list).
     """
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path} does not exist; give a BEIR folder, a .jsonl file or a folder written by Dataset.save_to_disk")
     if is_beir(path):
-        pairs = read_pairs(path, split)
+        pairs = [pair for name in split.split("+") for pair in read_pairs(path, name)]
         dataset = as_table({"query": [q for q, _ in pairs], "positive": [p for _, p in pairs]})
     elif path.is_dir():
         dataset = _saved(path, split)
@@ -61,9 +63,10 @@ def _saved(folder: Path, split: str) -> Dataset:
     except (FileNotFoundError, OSError) as error:
         raise DataError(f"{folder} is neither a BEIR folder (no corpus.jsonl) nor a saved data set ({error})") from error
     if isinstance(dataset, DatasetDict):
-        if split not in dataset:
-            raise DataError(f"{folder} has no split {split!r}; it has {', '.join(dataset)}")
-        dataset = dataset[split]
+        names = split.split("+")
+        if missing_splits := [name for name in names if name not in dataset]:
+            raise DataError(f"{folder} has no split {missing_splits[0]!r}; it has {', '.join(dataset)}")
+        dataset = datasets.concatenate_datasets([dataset[name] for name in names])
     if missing := {"query", "positive"} - set(dataset.column_names):
         raise DataError(f"{folder} has no column {', '.join(sorted(missing))}; it has {', '.join(dataset.column_names)}")
     for name in set(FEATURES) - set(dataset.column_names):

@@ -1,1 +1,1 @@
-"""Runs that compare: the quickstart, the paper's tables and figures, and the bench of time and memory."""
+"""Runs that compare: the paper's tables and figures, and the bench of time and memory."""

@@ -27,7 +27,7 @@ def run_cell(folder: Path) -> None:
     folder = folder.resolve()  # whoever reads its evaluation may do so from elsewhere
     spec = json.loads((folder / "cell.json").read_text(encoding="utf-8"))
     started = time.perf_counter()
-    found = {"train": _train, "speed": _speed, "memory": _memory}[spec["kind"]](folder, spec)
+    found = KINDS[spec["kind"]](folder, spec)
     record = {**found, "total_seconds": time.perf_counter() - started, "provenance": provenance(spec["seed"])}
     write_json(folder / "result.json", record)
 
@@ -51,8 +51,27 @@ def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         if run.exists() and not begun:
             shutil.rmtree(run)
         summary = train(config, resume=begun)
-    metrics = judge_run(run, data) if spec["evaluated"] else {}
+    metrics = judge_run(run / "model", run, data) if spec["evaluated"] else {}
     return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
+
+
+def _untrained(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    from contaccum.experiments.baselines import untrained_model
+
+    model = untrained_model(spec["options"])
+    return {"metrics": judge_run(model, folder / "run", Ready(**spec["data"]))}
+
+
+def _bm25(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    from contaccum.experiments.baselines import search_by_words
+    from contaccum.retrieval.run_metrics import evaluate_run
+
+    data, ranked = Ready(**spec["data"]), folder / "run" / "test.trec"
+    search_by_words(data.collection, data.queries, data.split, PASSAGES_RANKED, ranked)
+    sources, options = _sources(data)
+    if data.qrels is not None:
+        del sources["queries"]  # as with a model: the report then finds the same files behind both
+    return {"metrics": evaluate_run(ranked, **sources, **options, output=ranked.with_name("evaluation.json"))["metrics"]}
 
 
 def _updates(options: dict[str, Any]) -> int:
@@ -66,17 +85,23 @@ def _updates(options: dict[str, Any]) -> int:
     return math.ceil(float(options.get("epochs", 40)) * per_epoch)
 
 
-def judge_run(run: Path, data: Ready) -> dict[str, float]:
-    """The finished model's metrics."""
-    from contaccum.retrieval import judge
+def judge_run(model: Any, run: Path, data: Ready) -> dict[str, float]:
+    """A model's metrics; its ranking and evaluation.json join the run folder."""
+    from contaccum.retrieval import evaluate
 
+    sources, options = _sources(data)
+    collection = sources.pop("collection")
+    found: dict[str, float] = evaluate(model, collection, output=run, **sources, **options, k=PASSAGES_RANKED, progress=False)["metrics"]
+    return found
+
+
+def _sources(data: Ready) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The files to judge by, and the options."""
     sources: dict[str, Any] = {name: str(Path(path).resolve()) for name in SOURCES if (path := getattr(data, name)) is not None}
     by: dict[str, Any] = (
         {"top": [int(name.partition("@")[2]) for name in data.metrics]} if data.qrels is None else {"metrics": data.metrics}
     )
-    where: dict[str, Any] = {"output": run, "split": data.split, "match": data.match, "k": PASSAGES_RANKED, "progress": False}
-    found: dict[str, float] = judge(run / "model", **sources, **where, **by)["metrics"]
-    return found
+    return sources, {"split": data.split, "match": data.match, **by}
 
 
 def _told_by(run: Path) -> dict[str, Any]:
@@ -100,7 +125,7 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Bytes of a full bank: as predicted, as its vectors take, with its table; and of the whole matrix in fp32."""
     import torch
 
-    from contaccum import DualBankInfoNCE
+    from contaccum.core.criterion import DualBankInfoNCE
 
     bank, n, width, h = (spec["options"][name] for name in ("bank", "n", "width", "hard_negatives"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,6 +142,9 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
         "matrix_bytes": rows * columns * 4,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }
+
+
+KINDS = {"train": _train, "untrained": _untrained, "bm25": _bm25, "speed": _speed, "memory": _memory}
 
 
 def end_with_parent() -> None:

@@ -94,7 +94,8 @@ def _harvested(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Re
 
 
 def _beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
-    return _judged(dataset, source, *_smaller_beir(dataset, source, folder, scale))
+    beir = source / "beir" if is_beir(source / "beir") else source  # of a prepared folder
+    return _judged(dataset, source, *_smaller_beir(dataset, beir, folder, scale))
 
 
 def _msmarco(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:

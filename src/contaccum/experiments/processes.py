@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from contaccum.experiments.cell import run_cell
@@ -22,10 +23,11 @@ def in_this_process(cells: Sequence[tuple[str, Path]]) -> Iterator[Ended]:
         yield _timed(_run_here, name, folder)
 
 
-def in_processes(cells: Sequence[tuple[str, Path]], jobs: int) -> Iterator[Ended]:
+def in_processes(cells: Sequence[tuple[str, Path]], jobs: int, environment: Mapping[str, str] | None = None) -> Iterator[Ended]:
     pool = ThreadPoolExecutor(min(jobs, len(cells)))
+    run = partial(run_apart, environment=environment)
     try:
-        for ended in as_completed([pool.submit(_timed, run_apart, name, folder) for name, folder in cells]):
+        for ended in as_completed([pool.submit(_timed, run, name, folder) for name, folder in cells]):
             yield ended.result()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -44,12 +46,13 @@ def _run_here(folder: Path) -> bool:
     return (folder / "result.json").exists()
 
 
-def run_apart(folder: Path) -> bool:
+def run_apart(folder: Path, environment: Mapping[str, str] | None = None) -> bool:
     """Run a cell in its own process, what it prints in its log; whether it came to its end."""
     words = [sys.executable, "-m", "contaccum.experiments.cell", str(folder)]
     try:
         with open(folder / "cell.log", "ab") as log:
-            code = subprocess.run(words, stdout=log, stderr=log, env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}).returncode
+            own = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **(environment or {})}
+            code = subprocess.run(words, stdout=log, stderr=log, env=own).returncode
     except OSError as error:  # no process, or no log, can be had: the cell's failure, not the grid's
         _note(folder, f"could not run: {error}")
         return False

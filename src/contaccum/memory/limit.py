@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 HOPPER_WORKSPACE = 32 * 2**20  # cuBLAS's per thread and stream, on compute capability 9 and later
@@ -22,6 +24,16 @@ def limit_memory(limit_bytes: int) -> str | None:
 def peak_bytes() -> int | None:
     """The most that PyTorch held on the CUDA device so far, as its allocator reserved it; None without one."""
     return torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
+
+
+def process_peak_bytes() -> int | None:
+    """The most that this process held in main memory so far; None where the system does not say."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def device_bytes() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from contaccum.report.rows import rows_of
 from contaccum.report.summary import Summary, notes, summarise
 from contaccum.report.svg import save
 from contaccum.report.tables import as_markdown, difference_tables, legend, pair_table, summary_table
-from contaccum.report.verdict import verdict
+from contaccum.report.verdict import Answer, sentences, verdict
 
 RUN_FILES = ("config.yaml", "run.json", "log.jsonl", "diagnostics.jsonl", "dev.jsonl", "summary.json", "evaluation.json")
 TITLE = "Training runs compared"
@@ -36,6 +36,7 @@ def report(
     title: str = TITLE,
     introduction: str = "",
     provenance: Mapping[str, Any] | None = None,
+    answer: Callable[[Summary], Answer] | None = None,
 ) -> Summary:
     """Compare runs on one page: what happened, and which is better?
 
@@ -50,6 +51,7 @@ def report(
         names: of rows, by the folder of their first run; None: made of the configuration
         introduction: plain text, below the verdict
         provenance: of the whole, besides that of each run
+        answer: what the page says first, where it is not the verdict
 
     Returns what the page shows. The first pair of `compare` also opens its query browser.
     """
@@ -66,18 +68,19 @@ def report(
             browser = query_browser(rows, summary.headline)
         except (ValueError, OSError) as error:
             reason = f"There is no query browser: {error}."
-    write_text(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}))
+    told = answer(summary) if answer else Answer(sentences(summary))
+    write_text(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}, told))
     if json is not None:
-        results = {"verdict": verdict(summary), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
+        results = {"verdict": told.text(), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
         write_text(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if markdown is not None:
-        write_text(markdown, as_text(summary))
+        write_text(markdown, as_text(summary, told))
     return summary
 
 
-def as_text(summary: Summary) -> str:
+def as_text(summary: Summary, answer: Answer | None = None) -> str:
     """Verdict and tables as Markdown."""
-    parts = [verdict(summary), as_markdown(summary_table(summary)), legend(summary), *notes(summary)]
+    parts = [answer.text() if answer else verdict(summary), as_markdown(summary_table(summary)), legend(summary), *notes(summary)]
     for pair in summary.pairs:
         parts += [f"{pair.first.name} against {pair.second.name}:", as_markdown(pair_table(pair))]
     differing = difference_tables(summary.rows)

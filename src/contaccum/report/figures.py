@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from contaccum.report import plots
 from contaccum.report.numbers import duration, percent, size
-from contaccum.report.plots import Bar
+from contaccum.report.plots import Bar, Point
 from contaccum.report.rows import MEMORY, ConfigRow, Spread, memory_measure
 from contaccum.report.series import (
     POINTS,
     Series,
+    by_samples,
+    by_time,
     dev_curve,
     dev_metrics,
     drift_curve,
@@ -33,12 +35,33 @@ class Drawing(NamedTuple):
     figure: Any  # matplotlib's
 
 
+COMPARABLE_TIMES = "Times are comparable for runs on the same machine that had it to themselves."
+
+
 def drawings(summary: Summary) -> Iterator[Drawing]:
     """Those of the results first; in each part in the order in which they are read."""
+    yield from _quality_by_memory(summary)
     yield from _quality(summary)
     yield from _learning(summary.rows, summary.headline)
     yield from _inside(summary.rows)
     yield from _cost(summary.rows)
+
+
+def _quality_by_memory(summary: Summary) -> Iterator[Drawing]:
+    """A point per method: up is better, left is cheaper."""
+    metric, measure = summary.headline, memory_measure(summary.rows)
+    if metric is None or measure in (None, "bank_bytes"):
+        return
+    points = [
+        Point(slot, row.name, peak.mean / 1e6, 100 * quality.mean, 100 * (quality.deviation or 0.0))
+        for slot, row in enumerate(summary.rows)
+        if (peak := row.measured(measure or "")) and (quality := row.metric(metric))
+    ]
+    if len(points) > 1:
+        caption = f"{metric} on the test queries by {MEMORY[str(measure)]}. Up is better, left is cheaper."
+        levels = [(row.name, 100 * row.metrics[metric]) for row in summary.rows if not row.trained and metric in row.metrics]
+        figure = plots.points(points, levels, "MB", f"{metric} (%)")
+        yield Drawing("quality-by-memory", "results", f"{metric} by memory", caption, figure)
 
 
 def _quality(summary: Summary) -> Iterator[Drawing]:
@@ -58,10 +81,20 @@ def _learning(rows: list[ConfigRow], headline: str | None) -> Iterator[Drawing]:
     logged = dev_metrics(rows)
     for metric in dict.fromkeys([*logged[:1], *(name for name in logged if name == headline)]):  # what chose the model, and the headline
         if curves := series(rows, partial(dev_curve, metric=metric)):
-            name = f"dev-{metric.lower().replace('@', '-')}"
+            name = _file_name(f"dev-{metric.lower().replace('@', '-')}")
             caption = f"{metric} on the dev queries during training."
-            figure = plots.lines(curves, "update", f"{metric} (%)", zero=False)
-            yield Drawing(_file_name(name), "training", f"Dev {metric}", caption + _band(curves), figure)
+            yield from _dev_drawings(rows, metric, name, caption, curves)
+
+
+def _dev_drawings(rows: list[ConfigRow], metric: str, name: str, caption: str, curves: list[Series]) -> Iterator[Drawing]:
+    """Against samples, and where it is known against time."""
+    y = f"{metric} (%)"
+    samples = series(rows, lambda run: by_samples(run, dev_curve(run, metric)))
+    figure = plots.lines(samples, "samples", y, zero=False)
+    yield Drawing(name, "training", f"Dev {metric} by samples", caption + _band(curves), figure)
+    if times := series(rows, lambda run: by_time(run, dev_curve(run, metric))):
+        more = f" {COMPARABLE_TIMES}" + _band(times)
+        yield Drawing(f"{name}-time", "training", f"Dev {metric} by time", caption + more, plots.lines(times, "seconds", y, zero=False))
 
 
 def _inside(rows: list[ConfigRow]) -> Iterator[Drawing]:
@@ -87,7 +120,7 @@ def _inside(rows: list[ConfigRow]) -> Iterator[Drawing]:
 
 def _cost(rows: list[ConfigRow]) -> Iterator[Drawing]:
     if seconds := _bars(rows, lambda row: row.measured("seconds")):
-        caption = f"Training time{_spread(rows)}. Comparable for runs on the same machine."
+        caption = f"Training time{_spread(rows)}. {COMPARABLE_TIMES}"
         yield Drawing("time", "results", "Time", caption, plots.bars(seconds, "seconds", duration))
     measure = memory_measure(rows)
     if measure is not None and (peaks := _bars(rows, lambda row: row.measured(measure), 1e6)):

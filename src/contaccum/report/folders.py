@@ -5,7 +5,9 @@ summary.json                 there when the run is finished
 run.json                     commit, versions, machine
 diagnostics.jsonl            gradient norms, similarity mass, drift, time and memory inside the run
 dev.jsonl                    metrics of dev queries during training
-evaluation.json              metrics, per query too, of the finished model: `contaccum evaluate RUNFILE --output RUN/evaluation.json`
+evaluation.json              metrics, per query too, of the finished model: `contaccum evaluate MODEL DATA --output RUN`
+
+A folder with evaluation.json alone is a baseline: a model that was not trained here, or BM25.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ class Run:
     evaluation: Evaluation | None = field(repr=False)
 
     @property
+    def trained(self) -> bool:
+        """Whether it is a run of training, not a baseline."""
+        return "data" in self.config
+
+    @property
     def seed(self) -> Any:
         return self.config["seed"]
 
@@ -59,6 +66,8 @@ def read_run_folder(folder: str | Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder; give run folders that contaccum train wrote")
+    if (folder / "evaluation.json").is_file() and not (folder / "config.yaml").exists():
+        return Run(folder, {"method": _baseline_name(folder), "seed": None}, [], {}, {}, [], [], _evaluation(folder / "evaluation.json"))
     for name in ("config.yaml", "log.jsonl"):
         if not (folder / name).is_file():
             raise DataError(f"{folder} is not a run folder: it has no {name}; give one that contaccum train wrote")
@@ -72,6 +81,11 @@ def read_run_folder(folder: str | Path) -> Run:
         dev=list(_lines(folder / "dev.jsonl")),
         evaluation=_evaluation(folder / "evaluation.json"),
     )
+
+
+def _baseline_name(folder: Path) -> str:
+    path = folder.resolve()
+    return path.parent.name if path.name == "run" else path.name
 
 
 def number(value: Any) -> float | None:

@@ -7,6 +7,20 @@
     return element;
   };
 
+  // A table that goes on to the right says so, until it has been scrolled to its end.
+  for (const box of document.querySelectorAll(".scroll")) {
+    const cue = make("p", { className: "cue", textContent: "More columns to the right: scroll the table →" });
+    box.before(cue);
+    const look = () => {
+      const more = box.scrollWidth - box.clientWidth - box.scrollLeft > 8;
+      box.classList.toggle("more", more);
+      cue.classList.toggle("shown", more);
+    };
+    box.addEventListener("scroll", look, { passive: true });
+    addEventListener("resize", look);
+    look();
+  }
+
   // Sorting: figures first from high to low, names from a to z; a second click turns the order round; what is missing stays last.
   for (const table of document.querySelectorAll("table.sortable")) {
     const heads = [...table.tHead.rows[0].cells];

@@ -17,7 +17,7 @@ from contaccum.report.queries import Browser, as_embedded
 from contaccum.report.summary import Summary, notes
 from contaccum.report.svg import page_svg
 from contaccum.report.tables import as_html, difference_tables, legend, pair_table, summary_table
-from contaccum.report.verdict import verdict
+from contaccum.report.verdict import Answer
 
 # Nothing is loaded from anywhere, whatever a text may hold.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -32,6 +32,7 @@ def page(
     title: str,
     introduction: str,
     provenance: Mapping[str, Any],
+    answer: Answer,
 ) -> str:
     """The whole file. `pictures` are the drawings as SVG; `reason` says why there is no browser."""
     figures = {part: "".join(_figure(d, pictures[d.name]) for d in drawn if d.part == part) for part in ("results", "training")}
@@ -51,11 +52,19 @@ def page(
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
         f"<title>{html.escape(title)}</title><style>{palette.css()}{_asset('page.css')}</style></head>\n"
-        f'<body><header><h1>{html.escape(title)}</h1><p class="verdict">{html.escape(verdict(summary))}</p>{intro}'
+        f"<body><header><h1>{html.escape(title)}</h1>{_answer(answer)}{intro}"
         f'<nav aria-label="Sections">{links}</nav></header>\n<main>'
         + "\n".join(f'<section id="{_key(name)}"><h2>{html.escape(name)}</h2>{body}</section>' for name, body in sections.items())
         + f"</main>\n{_data(summary, browser)}<script>{_asset('page.js')}</script></body></html>\n"
     )
+
+
+def _answer(answer: Answer) -> str:
+    headline, *details = answer.sentences
+    listed = "".join(f"<li>{html.escape(detail)}</li>" for detail in details)
+    told = f'<p>{html.escape(answer.command_for)}</p><pre class="command">{html.escape(answer.command or "")}</pre>'
+    command = told if answer.command else ""
+    return f'<p class="verdict">{html.escape(headline)}</p>' + (f"<ul>{listed}</ul>" if listed else "") + command
 
 
 def _key(name: str) -> str:
@@ -90,7 +99,7 @@ def _figure(drawing: Drawing, picture: str) -> str:
 
 
 def _differences(summary: Summary) -> str:
-    if len(summary.rows) < 2:
+    if sum(row.trained for row in summary.rows) < 2:
         return ""
     tables = difference_tables(summary.rows)
     if not tables:

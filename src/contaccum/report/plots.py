@@ -38,6 +38,14 @@ class Bar(NamedTuple):
     deviation: float | None = None  # over seeds
 
 
+class Point(NamedTuple):
+    slot: int
+    name: str
+    x: float
+    y: float
+    deviation: float = 0.0  # of y, over seeds
+
+
 def look(**more: Any) -> AbstractContextManager[Any]:
     """Our settings of matplotlib, for drawing and for saving."""
     try:
@@ -102,6 +110,35 @@ def bars(drawn: Sequence[Bar], x: str, text: Callable[[float], str]) -> Any:
             _named(axes, place, bar.name)
             axes.annotate(text(bar.value), (bar.value + error, place), (5, 0), textcoords="offset points", va="center")
         _finish_bars(axes, len(drawn), max(bar.value + error for bar, error in zip(drawn, errors, strict=True)), x)
+        return figure
+
+
+def points(drawn: Sequence[Point], levels: Sequence[tuple[str, float]], x: str, y: str) -> Any:
+    """A mark per row, and a dotted line for each of what has no x; names are in the legend."""
+    with look():
+        figure, axes = _figure(2.9 + 0.25 * -(-(len(drawn)) // 2))
+        for point in drawn:
+            chosen = style(point.slot)
+            axes.errorbar(
+                point.x,
+                point.y,
+                yerr=point.deviation or None,
+                color=chosen.light,
+                marker=chosen.marker,
+                markersize=9,
+                capsize=3,
+                linestyle="none",
+                label=point.name,
+            )
+        for name, level in levels:
+            axes.axhline(level, color=INK, linewidth=0.9, linestyle=(0, (1, 2)), label=f"_{name}")
+            axes.annotate(name, (0.01, level), xycoords=("axes fraction", "data"), textcoords="offset points", xytext=(2, 2), fontsize=10)
+        span = max(point.x for point in drawn) - min(point.x for point in drawn) or max(point.x for point in drawn) * 0.1
+        axes.set_xlim(max(0, min(point.x for point in drawn) - 0.5 * span), max(point.x for point in drawn) + 0.5 * span)
+        axes.margins(y=0.15)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, columnspacing=1.4)
         return figure
 
 

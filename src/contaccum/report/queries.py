@@ -115,8 +115,11 @@ def _queries(sources: Sequence[Sources], chosen: Iterable[str]) -> dict[str, Que
 
 
 def _ranking(source: Sources, chosen: Iterable[str]) -> Ranking:
+    """In the order that the metric saw: where passages were judged, equal scores by falling id, as trec_eval has them."""
     run = read_run(source.run)
-    return {key: [hit.id for hit in run.get(key, [])] for key in chosen}
+    if source.qrels is None:
+        return {key: [hit.id for hit in run.get(key, [])] for key in chosen}
+    return {key: [hit.id for hit in sorted(run.get(key, []), key=lambda hit: (hit.score, hit.id), reverse=True)] for key in chosen}
 
 
 def _passages(sources: Sequence[Sources]) -> Iterator[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.report.folders import Evaluation, Run
+from contaccum.report.folders import Evaluation, Run, number
 
 REPEATED = ("seed", "output")  # fields in which the runs of one row may differ
 LONGEST_NAME = 48
@@ -44,6 +44,10 @@ class ConfigRow:
         return self.runs[0].config
 
     @property
+    def trained(self) -> bool:
+        return self.runs[0].trained
+
+    @property
     def evaluations(self) -> list[Evaluation]:
         return [run.evaluation for run in self.runs if run.evaluation is not None]
 
@@ -67,6 +71,16 @@ class ConfigRow:
     def measured(self, name: str) -> Spread | None:
         """A number of the summaries, over the seeds that have it."""
         return Spread.of([value for run in self.runs if (value := run.measured(name)) is not None])
+
+    @property
+    def share_of_cores(self) -> float | None:
+        """How much of its threads' time a run on a CPU really had, the least of its seeds; None on a GPU or where it is not known."""
+        shares = []
+        for run in self.runs:
+            used, seconds, threads = (number(run.summary.get(name)) for name in ("cpu_seconds", "seconds", "threads"))
+            if used is not None and seconds and threads and not run.summary.get("peak_bytes"):
+                shares.append(used / (seconds * threads))
+        return min(shares, default=None)
 
     @property
     def negatives_per_query(self) -> int | None:
@@ -100,7 +114,7 @@ def rows_of(runs: Sequence[Run], names: Mapping[Path, str] | None = None) -> lis
     """One row per configuration, in the order in which they first stand; `names` of folders, else names made of the configuration."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        kept = {name: value for name, value in run.config.items() if name not in REPEATED}
+        kept = {name: value for name, value in run.config.items() if name not in REPEATED} if run.trained else {"folder": str(run.folder)}
         groups.setdefault(json.dumps(kept, sort_keys=True, default=str), []).append(run)
     members = list(groups.values())
     chosen = [(names or {}).get(group[0].folder) or made for group, made in zip(members, _names(members), strict=True)]
@@ -138,6 +152,7 @@ def _unique(names: list[str]) -> list[str]:
 
 def differences(rows: Sequence[ConfigRow]) -> dict[str, list[Any]]:
     """field -> each row's value, only of fields in which rows differ: the configuration's, then commit, machine and versions."""
+    rows = [row for row in rows if row.trained]
     configs = [row.config for row in rows]
     fields = [name for name in dict.fromkeys(name for config in configs for name in config) if name not in REPEATED]
     found = {name: [config.get(name) for config in configs] for name in fields}

@@ -35,9 +35,20 @@ def series(rows: Sequence[ConfigRow], curve: Callable[[Run], Curve]) -> list[Ser
 
 def over_seeds(slot: int, name: str, curves: Sequence[Curve]) -> Series:
     """At the points that all curves have."""
+    curves = _aligned(curves)
     shared = sorted(x for x in (curves[0] if curves else {}) if all(x in other for other in curves))
     values = [[points[x] for points in curves] for x in shared]
     return Series(slot, name, shared, [statistics.fmean(v) for v in values], [min(v) for v in values], [max(v) for v in values])
+
+
+def _aligned(curves: Sequence[Curve]) -> Sequence[Curve]:
+    """Curves with as many points each, but over times that differ from seed to seed, at the mean of these."""
+    if len({len(curve) for curve in curves}) != 1 or all(curve.keys() == curves[0].keys() for curve in curves):
+        return curves
+    if set.intersection(*(set(curve) for curve in curves)):
+        return curves
+    places = [statistics.fmean(x) for x in zip(*(sorted(curve) for curve in curves), strict=True)]
+    return [dict(zip(places, (curve[x] for x in sorted(curve)), strict=True)) for curve in curves]
 
 
 def windowed(points: Sequence[tuple[float, Any]], window: int | None = None) -> Curve:
@@ -64,6 +75,17 @@ def ratio_curve(run: Run, window: int | None = None) -> Curve:
 def dev_curve(run: Run, metric: str) -> Curve:
     points = ((number(line.get("update")), number(line.get(metric))) for line in run.dev)
     return {update: 100 * value for update, value in points if update is not None and value is not None}
+
+
+def by_samples(run: Run, curve: Curve) -> Curve:
+    """The same against samples seen: methods of other batches meet at the same place."""
+    return {update * run.config["n_total"]: value for update, value in curve.items()}
+
+
+def by_time(run: Run, curve: Curve) -> Curve:
+    """The same against seconds of training, which updates share evenly; empty where the time of the whole run is not known."""
+    seconds, updates = run.measured("seconds"), number(run.summary.get("updates"))
+    return {update / updates * seconds: value for update, value in curve.items()} if seconds and updates else {}
 
 
 def dev_metrics(rows: Sequence[ConfigRow]) -> list[str]:

@@ -11,6 +11,8 @@ from contaccum.report.rows import ConfigRow, differences, updates_with_odd_loss
 from contaccum.retrieval.compare import paired_comparison
 
 SIGNIFICANT = 0.05
+COLLAPSED = 0.1  # of the best: a trained model below that is no rival but a failure
+BUSY = 0.8  # of its threads' time: with less, a run shared its cores with others
 HEADLINES = ("MRR@10", "MRR", "NDCG@10", "Top@20")  # by which runs are ranked, unless another is asked for
 
 
@@ -48,6 +50,7 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         reference = self.reference(self.headline) if self.headline else None
+        trained = [row.name for row in self.rows if row.trained]
         return {
             "headline": self.headline,
             "reference": None if reference is None else reference.name,
@@ -56,9 +59,7 @@ class Summary:
                 for row in self.rows
             ],
             "pairs": [{"first": pair.first.name, "second": pair.second.name, "tests": pair.tests} for pair in self.pairs],
-            "differences": {
-                name: dict(zip([row.name for row in self.rows], values, strict=True)) for name, values in differences(self.rows).items()
-            },
+            "differences": {name: dict(zip(trained, values, strict=True)) for name, values in differences(self.rows).items()},
             "notes": list(notes(self)),
         }
 
@@ -138,7 +139,7 @@ def notes(summary: Summary) -> Iterator[str]:
 
 def _row_notes(row: ConfigRow, summary: Summary) -> Iterator[str]:
     count = len(row.runs)
-    if unfinished := [run for run in row.runs if not run.summary]:
+    if unfinished := [run for run in row.runs if run.trained and not run.summary]:
         updates = ", ".join(f"{run.log[-1]['update']:,.0f}" if run.log else "0" for run in unfinished)
         yield f"{row.name}: {_of(len(unfinished), count)} not finished (updates so far: {updates})."
     missing = count - len(row.evaluations)
@@ -146,8 +147,20 @@ def _row_notes(row: ConfigRow, summary: Summary) -> Iterator[str]:
         yield f"{row.name}: {_of(missing, count)} without evaluation."
     if any(run.summary.get("resumed_at_update") for run in row.runs):
         yield f"{row.name}: was resumed; the time of the whole run is not known."
+    if collapsed(row, summary):
+        yield f"{row.name}: collapsed, its model finds next to nothing; try a lower learning rate or a longer warm-up."
+    if (share := row.share_of_cores) is not None and share < BUSY:
+        yield f"{row.name}: had {share:.0%} of its threads' time, the machine was busy; its seconds are not comparable."
     if odd := sum(updates_with_odd_loss(run) for run in row.runs):
         yield f"{row.name}: the loss of {odd:,} updates is not finite; they are left out of the curve."
+
+
+def collapsed(row: ConfigRow, summary: Summary) -> bool:
+    """Whether training went wrong: the model has less than a tenth of the best of all."""
+    metric = summary.headline or ""
+    if not row.trained or metric not in row.metrics:
+        return False
+    return row.metrics[metric] < COLLAPSED * max(other.metrics[metric] for other in summary.rows if metric in other.metrics)
 
 
 def _of(some: int, count: int) -> str:

@@ -45,7 +45,8 @@ def _metric(summary: Summary, metric: str, row: ConfigRow) -> Cell:
     spread, best, test = row.metric(metric), summary.best(metric), summary.test(row, metric)
     if spread is None or best is None:
         return Cell(MISSING)
-    return Cell(percent_spread(spread), spread.mean, spread.mean == best.metrics[metric], test is not None and not significant(test))
+    is_best = percent(spread.mean) == percent(best.metrics[metric])  # as far as the table shows
+    return Cell(percent_spread(spread), spread.mean, is_best, not is_best and test is not None and not significant(test))
 
 
 def _probability(summary: Summary, metric: str, row: ConfigRow) -> Cell:
@@ -84,6 +85,7 @@ def pair_table(pair: Pair) -> Table:
 def difference_tables(rows: Sequence[ConfigRow]) -> list[Table]:
     """A line per field in which the configurations differ. Where there are too many rows for a page's width, a line per row, and as many
     tables as the fields need; none where nothing differs."""
+    rows = [row for row in rows if row.trained]
     found = differences(rows)
     names, columns = [row.name for row in rows], [[name, *map(value_text, values)] for name, values in found.items()]
     if len(rows) <= ACROSS:

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from contaccum.report.numbers import duration, percent_spread, points, probability, size
 from contaccum.report.rows import ConfigRow, memory_measure
-from contaccum.report.summary import Summary, compared, significant
+from contaccum.report.summary import BUSY, Summary, collapsed, compared, significant
+
+
+class Answer(NamedTuple):
+    """What a page says first."""
+
+    sentences: list[str]  # the headline, then what supports it
+    command: str | None = None  # what to do next
+    command_for: str = ""
+
+    def text(self) -> str:
+        return " ".join(self.sentences) + (f"\n\n{self.command_for}\n\n    {self.command}" if self.command else "")
 
 
 def verdict(summary: Summary) -> str:
     """One paragraph, plain text."""
-    return " ".join(_sentences(summary))
+    return " ".join(sentences(summary))
+
+
+def sentences(summary: Summary) -> list[str]:
+    """The headline, then what supports it."""
+    return list(_sentences(summary))
 
 
 def _sentences(summary: Summary) -> Iterator[str]:
     metric, ranked = summary.headline, summary.ranked()
     if metric is None or not ranked:
         yield f"{_count(summary)} trained, but none was evaluated: which is better is unknown."
-        yield "Write metrics with contaccum evaluate RUNFILE --qrels ... --output RUN/evaluation.json."
+        yield "Write metrics with contaccum evaluate RUN/model DATA --output RUN."
         return
     best = ranked[0]
     if len(ranked) == 1:
@@ -30,8 +46,10 @@ def _sentences(summary: Summary) -> Iterator[str]:
         yield from _against_baseline(summary, ranked, metric)
         yield from _cost(best, ranked[1])
         yield from _seeds(ranked)
+    if failed := [row.name for row in ranked if collapsed(row, summary)]:
+        yield f"{listed(failed)} collapsed in training: {'its' if len(failed) == 1 else 'their'} figures are no comparison of methods."
     if missing := [row.name for row in summary.rows if row not in ranked]:
-        yield f"Without evaluation by {metric}, and not ranked: {_listed(missing)}."
+        yield f"Without evaluation by {metric}, and not ranked: {listed(missing)}."
 
 
 def _ranking(ranked: list[ConfigRow], metric: str) -> Iterator[str]:
@@ -40,26 +58,35 @@ def _ranking(ranked: list[ConfigRow], metric: str) -> Iterator[str]:
     figures = f"{_figure(best, metric)} against {second.name}'s {_figure(second, metric)}"
     test = compared(best, second, metric)
     if test is None:
-        yield f"{best.name} has the highest {metric}: {figures}. Nothing was tested: values of the same queries are missing."
+        yield f"{best.name} has the highest {metric}: {figures}."
+        yield "Nothing was tested: values of the same queries are missing."
         return
     if significant(test):
-        yield f"{best.name} is best by {metric}: {figures} ({_told(test)})."
+        yield f"{best.name} is best by {metric}: {figures}."
+        yield f"The difference is {told_test(test)}."
         if (spread := _larger_spread(best, second, metric)) is not None and test["difference"] < spread:
             yield "Seeds differ by more than that."
         return
     alike = [row.name for row in ranked[1:] if (other := compared(best, row, metric)) is not None and not significant(other)]
-    yield f"{best.name} has the highest {metric}, {figures}, but the difference is not significant ({_told(test)})."
-    yield f"These runs do not tell which of {_listed([best.name, *alike])} is better."
+    tied = listed([best.name, *alike])
+    yield f"{tied} are tied by {metric}: {_figure(best, metric)}{_range(best, ranked, alike, metric)}."
+    yield f"The difference between {best.name} and {second.name} is not significant: {told_test(test)}."
     worse = [row.name for row in ranked[1:] if (other := compared(best, row, metric)) is not None and significant(other)]
     if worse:
-        yield f"{_listed(worse)} {'is' if len(worse) == 1 else 'are'} significantly worse."
+        yield f"{listed(worse)} {'is' if len(worse) == 1 else 'are'} significantly worse."
+
+
+def _range(best: ConfigRow, ranked: list[ConfigRow], alike: list[str], metric: str) -> str:
+    """Down to the lowest of those that are tied, where the figures show a difference."""
+    lowest = [_figure(row, metric) for row in ranked if row.name in alike][-1]
+    return "" if lowest == _figure(best, metric) else f" to {lowest}"
 
 
 def _against_baseline(summary: Summary, ranked: list[ConfigRow], metric: str) -> Iterator[str]:
     """The best against a baseline that was not yet spoken of."""
     test = None if summary.baseline in ranked[:2] else summary.test(ranked[0], metric)
     if summary.baseline is not None and test is not None:
-        yield f"Against the baseline {summary.baseline.name}: {_told(test)}{'' if significant(test) else ', not significant'}."
+        yield f"Against the baseline {summary.baseline.name}: {told_test(test)}{'' if significant(test) else ', not significant'}."
 
 
 def _cost(best: ConfigRow, second: ConfigRow) -> Iterator[str]:
@@ -72,7 +99,8 @@ def _cost(best: ConfigRow, second: ConfigRow) -> Iterator[str]:
         peaks = [row.measured(measure) for row in (best, second)] if measure else [None, None]
         if peaks[0] and peaks[1] and measure != "bank_bytes":
             sentence += f"; peak memory was {size(peaks[0].mean)} against {size(peaks[1].mean)}"
-        yield sentence + "."
+        shares = [share for row in (best, second) if (share := row.share_of_cores) is not None]
+        yield sentence + (", but on a busy machine: the times cannot be compared." if min(shares, default=1) < BUSY else ".")
 
 
 def _seeds(ranked: list[ConfigRow]) -> Iterator[str]:
@@ -86,7 +114,7 @@ def _larger_spread(first: ConfigRow, second: ConfigRow, metric: str) -> float | 
     return max(spreads, default=None)
 
 
-def _told(test: dict[str, Any]) -> str:
+def told_test(test: dict[str, Any]) -> str:
     difference, low, high = (points(test[name]) for name in ("difference", "low", "high"))
     return f"{difference} points, 95 % interval {low} to {high}, {probability(test['p_value'])} over {test['queries']:,} queries"
 
@@ -96,7 +124,7 @@ def _figure(row: ConfigRow, metric: str) -> str:
     return percent_spread(row.metric(metric)) + (f" ({seeds} seeds)" if seeds > 1 else "")
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 

@@ -1,8 +1,7 @@
-"""From a model folder to numbers: encode, search, evaluate, or all three as `judge`."""
+"""From a model folder to numbers: encode, search, and evaluate, which does all three where it is given a model."""
 
 from contaccum.retrieval.encode import encode
 from contaccum.retrieval.evaluate import evaluate
-from contaccum.retrieval.judge import judge
 from contaccum.retrieval.search import search
 
-__all__ = ["encode", "evaluate", "judge", "search"]
+__all__ = ["encode", "evaluate", "search"]

@@ -1,145 +1,100 @@
-"""`evaluate`: a run in, metrics out, per query and as means; two runs compared."""
+"""`evaluate`: metrics of a model, which is encode, search and metrics in one, or of a run file that is there already."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_file, write_json
-from contaccum.data.readers.beir import qrels_file, read_qrels
-from contaccum.data.readers.collections import read_collection_of
-from contaccum.data.readers.files import bare_suffix, shown
-from contaccum.data.readers.queries import Query, read_queries
-from contaccum.retrieval.compare import paired_comparison
-from contaccum.retrieval.metrics import DEFAULT, PerQuery, judged_metrics
-from contaccum.retrieval.runs import Run, read_dpr_results, read_run
-
-TOP = (1, 5, 20, 100)
-
-Flags = dict[str, list[bool]]  # query -> whether each of its passages, best first, contains an answer
+from contaccum.data.readers.beir import is_beir
+from contaccum.retrieval.encode import encode
+from contaccum.retrieval.metrics import DEFAULT
+from contaccum.retrieval.run_metrics import TOP, evaluate_run
+from contaccum.retrieval.search import search
 
 
 def evaluate(
-    run: str | Path,
+    model: Any = None,
+    data: str | Path | None = None,
     *,
-    qrels: str | Path | None = None,
+    run: str | Path | None = None,
     queries: str | Path | None = None,
+    qrels: str | Path | None = None,
     collection: str | Path | None = None,
     split: str | None = None,
     match: str = "string",
     metrics: Sequence[str] = DEFAULT,
     top: Sequence[int] = TOP,
+    k: int = 100,
     compare: str | Path | None = None,
+    dtype: str = "float16",
+    device: str | None = None,
     output: str | Path | None = None,
+    progress: bool = True,
 ) -> dict[str, Any]:
-    """Judge a run by relevance judgements (NDCG, Recall, MRR, MAP) or by answers (Top@k as DPR computes it).
-
-    Returns {"queries", "metrics": name -> mean, "per_query": name -> query -> value}, "comparison" with `compare`, and under "sources"
-    the files and options: `contaccum report` finds the ranking and the texts by them. Top@k is the share of queries with an answer
-    among their first k passages. With `qrels`, queries without answers are no mistake.
+    """Metrics of a model on a test set: encode, search exactly and score. Or, with --run, of a run file.
 
     Args:
-        run: TREC run file, or DPR's retriever output (.json)
-        qrels: judgements: a qrels .tsv or a BEIR folder
-        queries: queries with answers; left out: those in a .json run
-        collection: passages in which answers are looked up
-        split: split of a folder given as --qrels or --queries; left out: test for qrels
+        model: folder or name of a SentenceTransformer (in Python also the object)
+        data: test set: a BEIR folder, a prepared folder, or a collection (passages .tsv or .jsonl) with --queries
+        run: in place of model and data: TREC run file, or DPR's retriever output (.json)
+        queries: test queries; left out: those of the BEIR folder, or in a .json run
+        qrels: judgements, a qrels .tsv or a BEIR folder; left out: those of the BEIR folder, or answers decide
+        collection: with --run: passages in which answers are looked up
+        split: of queries and judgements in a folder; left out: test
         match: answers are string or regex (CuratedTREC)
-        metrics: by qrels: NDCG, Recall, MRR, MAP, P at a rank (default NDCG@10,Recall@100,MRR@10,MAP@100)
+        metrics: by judgements: NDCG, Recall, MRR, MAP, P at a rank (default NDCG@10,Recall@100,MRR@10,MAP@100)
         top: ranks of Top@k by answers (default 1,5,20,100)
-        compare: another run to compare with: difference, 95% interval, paired t-test, effect size
-        output: JSON file to write, with a value per query
+        k: passages ranked for each query
+        compare: another run file to compare with: difference, 95% interval, paired t-test, effect size
+        dtype: of the vectors: float16 or float32
+        device: cpu, cuda, cuda:1, ...; left out: a GPU where there is one
+        output: of a model, the folder for test.trec and evaluation.json, such as its run folder; of a run, a JSON file
+
+    Returns {"queries", "metrics": name -> mean, "per_query": name -> query -> value, "sources"}, and "comparison" with `compare`. Vectors
+    are not kept.
     """
-    if not top or min(top) < 1:
-        raise ValueError(f"top={list(top)} must be numbers of passages, 1 or more")
-    check_file(output, (run, qrels, queries, collection, compare))
-
-    def judge(path: str | Path) -> PerQuery:
-        return _judge(Path(path), qrels, queries, collection, split, match, metrics, top)
-
-    found = judge(run)
-    files = {"run": run, "qrels": qrels, "queries": queries, "collection": collection}
-    result: dict[str, Any] = {
-        "run": str(run),
-        "queries": len(next(iter(found.values()))),
-        "metrics": {name: sum(values.values()) / len(values) for name, values in found.items()},
-        "sources": {**{name: None if file is None else str(file) for name, file in files.items()}, "split": split, "match": match},
-    }
-    if compare is not None:
-        other = judge(compare)
-        result["comparison"] = {"run": str(compare), **{name: paired_comparison(found[name], other[name]) for name in found}}
-    result["per_query"] = found
-    if output is not None:
-        write_json(output, result)
-    return result
-
-
-def _judge(
-    run: Path,
-    qrels: str | Path | None,
-    queries: str | Path | None,
-    collection: str | Path | None,
-    split: str | None,
-    match: str,
-    metrics: Sequence[str],
-    top: Sequence[int],
-) -> PerQuery:
-    found: PerQuery = {}
-    if qrels is not None:
-        found |= judged_metrics(read_run(run), read_qrels(qrels_file(Path(qrels), split)), metrics)
-    flags = _answer_flags(run, queries, collection, split, match, needed=qrels is None)
-    if flags is not None:
-        found |= {f"Top@{k}": {query: float(any(hits[:k])) for query, hits in flags.items()} for k in top}
-    if not found:
-        raise ValueError(f"{run} can be judged by nothing; give --qrels, or --queries with answers and --collection")
-    return found
+    by: dict[str, Any] = {"match": match, "metrics": metrics, "top": top, "compare": compare}
+    if run is not None:
+        if model is not None or data is not None:
+            raise ValueError(f"{run} is a run, which is judged alone; leave out the model {model}, or --run")
+        return evaluate_run(run, qrels=qrels, queries=queries, collection=collection, split=split, output=output, **by)
+    if model is None or data is None:
+        raise ValueError("give a model and a test set, or a run file with --run" + (f" {model}" if _is_file(model) else ""))
+    if collection is not None:
+        raise ValueError(f"with a model, DATA is the collection; give {collection} in its place and leave out --collection")
+    test_set = _test_set(Path(data))
+    if queries is None and is_beir(test_set):
+        queries, qrels = test_set, qrels or test_set
+    if queries is None:
+        raise ValueError(f"{data} is no BEIR folder, which would have queries of its own; give --queries")
+    split = split or ("test" if Path(queries).is_dir() else None)
+    by |= {"queries": queries} if qrels is None else {"qrels": qrels}
+    with TemporaryDirectory(prefix="contaccum-") as scratch:
+        folder = Path(scratch) if output is None else Path(output)
+        _rank(model, test_set, queries, split, folder, k, dtype, {"device": device, "progress": progress})
+        judged = None if output is None else folder / "evaluation.json"
+        return evaluate_run(folder / "test.trec", collection=test_set, split=split, output=judged, **by)
 
 
-def _answer_flags(
-    run: Path, queries: str | Path | None, collection: str | Path | None, split: str | None, match: str, needed: bool
-) -> Flags | None:
-    """By the given queries and collection, else by what the run itself holds; None where neither knows answers."""
-    if queries is not None:
-        known = [query for query in read_queries(queries, split) if query.answers]
-        if not known and not needed:
-            return None
-        if not known:
-            raise DataError(f"{queries} holds no answers; give queries with answers, or --qrels")
-        if collection is None:
-            raise ValueError("answers are looked up in the passages' texts; give --collection")
-        return answer_flags(read_run(run), known, collection, match)
-    return _own_flags(run, match) if bare_suffix(run) == ".json" else None
+def _is_file(model: Any) -> bool:
+    return isinstance(model, (str, Path)) and Path(model).is_file()
 
 
-def answer_flags(run: Run, queries: Sequence[Query], collection: str | Path, match: str = "string") -> Flags:
-    """Whether each passage contains an answer; the collection is read once, as a stream. A query without results has no flags."""
-    from contaccum.data.answers import AnswerMatcher, searchable
-
-    if not any(query.id in run for query in queries):
-        raise DataError(f"the run has none of the queries, such as {shown(queries[0].id)}; do they belong together?")
-    matchers = {query.id: AnswerMatcher(query.answers, match) for query in queries}
-    asked: dict[str, list[tuple[str, int]]] = {}  # passage -> (query, rank) of all who found it
-    for query in matchers:
-        for rank, hit in enumerate(run.get(query, [])):
-            asked.setdefault(hit.id, []).append((query, rank))
-    flags = {query: [False] * len(run.get(query, [])) for query in matchers}
-    for key, _, text in read_collection_of(collection):
-        places = asked.pop(key, None)
-        form = searchable(text, match) if places else ""
-        for query, rank in places or []:
-            flags[query][rank] = matchers[query].found_in(form)
-    if asked:
-        raise DataError(f"{collection} does not hold the passage {shown(next(iter(asked)))} of the run; do they belong together?")
-    return flags
+def _test_set(data: Path) -> Path:
+    """Of a prepared folder, the BEIR folder that `prepare --hold-out` and `compare` put into it."""
+    return data / "beir" if is_beir(data / "beir") else data
 
 
-def _own_flags(run: Path, match: str) -> Flags | None:
-    from contaccum.data.answers import has_answer
-
-    flags: Flags = {}
-    for query, _, texts in read_dpr_results(run):
-        if query.answers:
-            flags[query.id] = [has_answer(query.answers, text, match) for text in texts]
-    return flags or None
+def _rank(model: Any, collection: Path, queries: str | Path, split: str | None, folder: Path, k: int, dtype: str, where: Any) -> None:
+    """folder/test.trec; the vectors go."""
+    vectors = folder / "vectors"
+    try:
+        encode(model, collection, vectors / "passages", dtype=dtype, **where)
+        encode(model, queries, vectors / "queries", queries=True, split=split, dtype=dtype, **where)
+        found = folder / "test.trec"
+        search(vectors / "passages", vectors / "queries", found, k=k, verify=False, **where)  # files that were written just now
+    finally:
+        shutil.rmtree(vectors, ignore_errors=True)

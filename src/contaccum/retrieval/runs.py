@@ -17,6 +17,8 @@ from contaccum.data.readers.json_array import read_array
 from contaccum.data.readers.queries import Query
 from contaccum.data.readers.store import TextStore
 
+TAG = "contaccum-tokens-"  # of our runs, before the tokens that were read of a passage
+
 
 class Hit(NamedTuple):
     id: str
@@ -26,17 +28,26 @@ class Hit(NamedTuple):
 Run = dict[str, list[Hit]]  # query id -> passages, best first
 
 
-def write_run(file: TextIO, run: Mapping[str, Sequence[Hit]]) -> None:
-    """`query Q0 passage rank score contaccum`, ranks from 1; scores keep all digits of a float32."""
+def write_run(file: TextIO, run: Mapping[str, Sequence[Hit]], tag: str = "contaccum") -> None:
+    """`query Q0 passage rank score tag`, ranks from 1; scores keep all digits of a float32."""
     for query, hits in run.items():
         for rank, (key, score) in enumerate(hits, 1):
-            file.write(f"{_word(query)} Q0 {_word(key)} {rank} {score:.9g} contaccum\n")
+            file.write(f"{_word(query)} Q0 {_word(key)} {rank} {score:.9g} {tag}\n")
 
 
 def _word(key: str) -> str:
     if len(key.split()) != 1 or key != key.strip():
         raise DataError(f"the id {shown(key)} is no single word, which a TREC run file needs; rename it")
     return key
+
+
+def tokens_of(path: str | Path) -> int | None:
+    """Tokens that were read of a passage, where the run's tag says so."""
+    if bare_suffix(Path(path)) == ".json":
+        return None
+    tag = next((line.split()[-1] for _, line in read_lines(Path(path)) if line.strip()), "")
+    number = tag.removeprefix(TAG)
+    return int(number) if tag.startswith(TAG) and number.isdigit() else None
 
 
 def read_run(path: str | Path) -> Run:

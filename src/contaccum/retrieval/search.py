@@ -14,7 +14,7 @@ from contaccum.common.errors import DataError
 from contaccum.common.outputs import check_file, whole_file
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.queries import Query, read_queries
-from contaccum.retrieval.runs import Hit, Run, read_run, write_dpr_results, write_run
+from contaccum.retrieval.runs import TAG, Hit, Run, read_run, write_dpr_results, write_run
 from contaccum.retrieval.shards import Vectors
 
 QUERIES_AT_ONCE = 16_384  # held with their results; more of them read the collection again
@@ -65,6 +65,7 @@ def search(
     _check_outputs(passages, asked, output, json_output)
     texts = None if json_output is None else _texts_of(passages, asked, collection, query_texts, split, match)
     total, hidden = len(passages) * -(-len(asked) // QUERIES_AT_ONCE), None if progress else True
+    tag = f"{TAG}{passages.manifest.get('max_seq_length')}"
     with (
         tqdm(total=total, desc="searching", unit=" vectors", disable=hidden, dynamic_ncols=True) as bar,
         whole_file(output) as file,
@@ -72,7 +73,7 @@ def search(
         find = _finder(passages, k, device, index, index_parameters, bar.update)
         for start, block in asked.blocks(QUERIES_AT_ONCE):
             ids = asked.ids_at(np.arange(start, start + len(block)))
-            write_run(file, _as_run(passages, ids, *find(block)))
+            write_run(file, _as_run(passages, ids, *find(block)), tag)
     seconds = time.monotonic() - started
     if json_output is not None and texts is not None:
         write_dpr_results(json_output, read_run(output), *texts, match)

@@ -25,13 +25,14 @@ from transformers.utils.logging import disable_progress_bar
 from contaccum.adapters.checkpoint_folders import last_complete_checkpoint
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.adapters.trainer import ContAccumTrainer
+from contaccum.common.console import hide_usual_load_reports, note, without_bars
 from contaccum.common.errors import CheckpointError
 from contaccum.common.outputs import check_output, whole_path, write_json
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
 from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives
 from contaccum.memory.halving import HalvingTrainer
-from contaccum.memory.limit import limit_memory, peak_bytes
+from contaccum.memory.limit import limit_memory, peak_bytes, process_peak_bytes
 from contaccum.memory.plan import planned
 from contaccum.methods.config import AUTO, TrainConfig, load_config, with_bank
 from contaccum.methods.loss import build_loss
@@ -43,7 +44,7 @@ from contaccum.towers.speed import check_compiler, check_unpadded, compile_tower
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
 from contaccum.training.runlog import EpochForNegatives, Progress, RunLog
-from contaccum.training.trainer_arguments import training_arguments
+from contaccum.training.trainer_arguments import training_arguments, warm_up
 
 
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
@@ -55,21 +56,23 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     auto = config.n_local == AUTO
     if resume:
         config = _as_resolved_before(run, config)
-    checkpoint = _checkpoint_to_resume(run, config) if resume else None
     _check_speed(config, torch.cuda.is_available(), processes)
     if not resume and main:
         _refuse_used_folder(run)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
-        print(f"note: {cannot}")
+        note(cannot)
 
     dataset, draw, columns = _data(config, main)
     if config.n_local == AUTO:
         config = planned(config, len(columns), processes)
         if main:
-            print(f"note: n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
+            note(f"n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
     batches = split_update(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
     config = _bank_for(config, batches, len(dataset), processes, main)
+    config = replace(config, warmup_updates=warm_up(config, batches, processes, len(dataset)))
+    checkpoint = _checkpoint_to_resume(run, config) if resume else None
     dev = _dev(config)
+    hide_usual_load_reports()
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = build_towers(config)
@@ -87,14 +90,18 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         evaluator=dev,
         callbacks=_callbacks(config, run, loss, log, draw, main),
     )
+    if main:
+        with without_bars():
+            model.model_card_data.set_widget_examples(dataset)  # which the trainer would do with a bar of its own
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if main:
         _claim(run, config)
     updates_before = _updates_before(checkpoint)  # which training may delete
-    started = time.perf_counter()
+    started, cpu_started = time.perf_counter(), time.process_time()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     summary = _summary(config, trainer, loss, log, time.perf_counter() - started, updates_before)
+    summary |= {"cpu_seconds": time.process_time() - cpu_started, "threads": torch.get_num_threads()}
     if main:
         _finish(run, model, summary)
     return summary
@@ -106,11 +113,11 @@ def _bank_for(config: TrainConfig, batches: Batches, rows: int, processes: int, 
         raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {rows} rows")
     auto, config = config.bank == "auto", with_bank(config, batches.micro_batch * processes, rows)
     if not get_method(config.method).bank:
-        return config
+        return replace(config, bank=0)
     if config.bank_size > rows:
         raise ValueError(f"bank={config.bank} is larger than the training set of {rows} rows; use at most that many")
     if auto and main:
-        print(f"note: bank={config.bank}, for updates of {config.n_total} and {rows:,} rows")
+        note(f"bank={config.bank}, for updates of {config.n_total} and {rows:,} rows")
     return config
 
 
@@ -168,9 +175,10 @@ def _summary(
         "updates": updates,
         "samples_per_second": (updates - updates_before) * config.n_total / seconds,
         "seconds": seconds,
-        "final_loss": log.last.get("loss"),
-        "negatives_per_query": log.last.get("negatives_per_query"),
+        "final_loss": log.final_loss(),
+        "negatives_per_query": log.most_negatives,
         "peak_bytes": peak_bytes(),
+        "process_peak_bytes": process_peak_bytes(),
         "bank_bytes": loss.criterion.bank.nbytes,
         "resumed_at_update": updates_before or None,
         "halvings": getattr(trainer, "halvings", 0),
@@ -233,7 +241,7 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
         wanted = int(has_negatives(dataset))
     table, draw = with_hard_negatives(dataset, wanted, config.seed)
     if main and len(table) < len(dataset):
-        print(f"note: {len(dataset) - len(table):,} of {len(dataset):,} rows have fewer than {wanted} hard negatives and are left out")
+        note(f"{len(dataset) - len(table):,} of {len(dataset):,} rows have fewer than {wanted} hard negatives and are left out")
     return table, draw, negative_columns(wanted) if wanted else []
 
 

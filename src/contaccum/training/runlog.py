@@ -14,7 +14,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from contaccum.adapters.trainer import FlushedLog, SkippedSteps
 from contaccum.core.criterion import DualBankInfoNCE, MicroStep
 from contaccum.data.training_set import DrawNegatives
-from contaccum.training.logfile import append_lines, keep_updates
+from contaccum.memory.limit import peak_bytes, process_peak_bytes
+from contaccum.training.logfile import append_lines, keep_updates, read_log
+
+SHOWN_EVERY = 1.0  # seconds between new figures in the bar: reading a loss waits for the GPU
 
 
 class RunLog(FlushedLog, SkippedSteps):
@@ -28,7 +31,7 @@ class RunLog(FlushedLog, SkippedSteps):
         self.losses: list[Tensor] = []  # of the micro-steps since the last update
         self.negatives = 0
         self.waiting: list[dict[str, Any]] = []
-        self.last: dict[str, Any] = {}
+        self.written: list[dict[str, Any]] = []  # lines, also those of a run that is resumed
         criterion.observers.append(self._observe)
 
     def _observe(self, step: MicroStep) -> None:
@@ -47,6 +50,7 @@ class RunLog(FlushedLog, SkippedSteps):
         self.losses, self.waiting = [], []
         if self.writes:
             keep_updates(self.file, state.global_step)
+        self.written = read_log(self.file) if self.writes else []
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
@@ -68,9 +72,27 @@ class RunLog(FlushedLog, SkippedSteps):
             losses = [float(loss) for loss in line.pop("losses")]
             lines.append(line | {"loss": sum(losses) / max(1, len(losses)), "micro_batches": len(losses)})
         self.waiting = []
-        self.last = lines[-1] if lines else self.last
+        self.written += lines
         if self.writes:
             append_lines(self.file, lines)
+
+    def newest(self) -> dict[str, Any]:
+        """The line of the update that ended last, written or not; its losses are waited for."""
+        if not self.waiting:
+            return self.written[-1]
+        losses = [float(loss) for loss in self.waiting[-1]["losses"]]
+        return self.waiting[-1] | {"loss": sum(losses) / max(1, len(losses))}
+
+    def final_loss(self) -> float | None:
+        """Mean over the micro-batches of the last tenth of the updates, at most 50: the last alone may be a short one."""
+        last = self.written[-max(1, min(50, len(self.written) // 10)) :]
+        micro_batches = sum(line["micro_batches"] for line in last)
+        return sum(line["loss"] * line["micro_batches"] for line in last) / micro_batches if micro_batches else None
+
+    @property
+    def most_negatives(self) -> int | None:
+        """Of a query; the last micro-batch of an epoch may be smaller."""
+        return max((line["negatives_per_query"] for line in self.written), default=None)
 
 
 class Progress(TrainerCallback):
@@ -82,17 +104,18 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.started, self.first = time.perf_counter(), state.global_step
+            self.started, self.first, self.shown = time.perf_counter(), state.global_step, 0.0
             self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="update", dynamic_ncols=True, disable=None)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is None:
             return
         done, total = state.global_step, state.max_steps
-        shown = self.log.last and (not self.bar.disable or done * 10 // total > (done - 1) * 10 // total)
-        if shown:
-            speed = (done - self.first) * self.samples_per_update / (time.perf_counter() - self.started)
-            text = f"loss {self.log.last['loss']:.4f}, {self.log.last['negatives_per_query']} negatives, {speed:.0f} samples/s"
+        tenth = done * 10 // total > (done - 1) * 10 // total
+        if tenth if self.bar.disable else time.perf_counter() - self.shown > SHOWN_EVERY:
+            self.shown = time.perf_counter()
+            speed, line = (done - self.first) * self.samples_per_update / (self.shown - self.started), self.log.newest()
+            text = f"loss {line['loss']:.4f}, {line['negatives_per_query']} negatives, {speed:.0f} samples/s{_memory()}"
             if self.bar.disable:
                 print(f"update {done:,} of {total:,}: {text}", file=sys.stderr, flush=True)
             self.bar.set_postfix_str(text, refresh=False)
@@ -101,6 +124,12 @@ class Progress(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+def _memory() -> str:
+    """The peak so far, on the GPU or of the process."""
+    peak = peak_bytes() or process_peak_bytes()
+    return f", {peak / 1e9:.1f} GB" if peak else ""
 
 
 class EpochForNegatives(TrainerCallback):

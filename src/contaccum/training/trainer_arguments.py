@@ -18,11 +18,11 @@ from contaccum.training.dev import metric_key
 def training_arguments(
     config: TrainConfig, batches: Batches, processes: int, rows: int, negatives: list[str]
 ) -> SentenceTransformerTrainingArguments:
-    per_epoch = math.ceil(rows / (batches.per_process * processes) / batches.accumulation)
-    updates = config.max_updates or math.ceil(config.epochs * per_epoch)
+    updates = _updates(config, batches, processes, rows)
     if config.dev is not None and config.dev_every > updates:
         raise ValueError(f"dev_every={config.dev_every} is more than the run's {updates} updates; use a smaller one")
-    save_every = config.save_every if config.dev is None else config.dev_every  # the best model is one of those saved
+    keeps_best = config.dev is not None and config.save_every > 0  # without checkpoints dev metrics are a curve, and the last model stays
+    save_every = config.dev_every if keeps_best else config.save_every  # the best model is one of those saved
     columns = ["positive", *negatives]
     prompts = {"query": config.query_prompt, **dict.fromkeys(columns, config.passage_prompt)}
     routes = {} if config.tied else {"query": "query", **dict.fromkeys(columns, "document")}
@@ -34,7 +34,7 @@ def training_arguments(
         max_steps=config.max_updates or -1,
         learning_rate=config.lr,
         lr_scheduler_type="linear",
-        warmup_steps=config.warmup_updates if config.warmup_updates < updates else updates // 10,
+        warmup_steps=warm_up(config, batches, processes, rows),
         weight_decay=config.weight_decay,
         adam_epsilon=config.adam_eps,
         max_grad_norm=config.max_grad_norm,
@@ -46,8 +46,8 @@ def training_arguments(
         save_steps=save_every or 500,
         eval_strategy="no" if config.dev is None else "steps",
         eval_steps=config.dev_every,
-        load_best_model_at_end=config.dev is not None,
-        metric_for_best_model=metric_key(config.dev_metric, config.similarity) if config.dev else None,
+        load_best_model_at_end=keeps_best,
+        metric_for_best_model=metric_key(config.dev_metric, config.similarity) if keeps_best else None,
         save_total_limit=config.keep_checkpoints,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # would wait for the device at every micro-step
@@ -64,6 +64,17 @@ def training_arguments(
         use_cpu=not torch.accelerator.is_available(),  # without this, several processes on CPUs would each train alone
         disable_tqdm=True,
     )
+
+
+def _updates(config: TrainConfig, batches: Batches, processes: int, rows: int) -> int:
+    per_epoch = math.ceil(rows / (batches.per_process * processes) / batches.accumulation)
+    return config.max_updates or math.ceil(config.epochs * per_epoch)
+
+
+def warm_up(config: TrainConfig, batches: Batches, processes: int, rows: int) -> int:
+    """Its updates; a tenth of the run where it would be longer than the run."""
+    updates = _updates(config, batches, processes, rows)
+    return config.warmup_updates if config.warmup_updates < updates else updates // 10
 
 
 def tokenizing_workers(config: TrainConfig) -> int:

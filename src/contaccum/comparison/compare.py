@@ -1,0 +1,293 @@
+"""`compare`: which method to train with on your own data, by how much, how sure, and at what cost.
+
+OUTPUT holds `request.json` (what was asked; another request is refused), `data/`, `sizes.json`, `cells/NAME/` (a run each), and in the
+end `report.html`, `report-plots/`, `results.json` and `table.md`. Run again, what is finished is not repeated, and what was interrupted
+goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from contaccum.common.outputs import check_output, read_json, write_json
+from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, described, sizes
+from contaccum.comparison.source import Columns, Prepared, prepared, smaller_collection
+from contaccum.comparison.watch import Work, run_all
+from contaccum.experiments.datasets import Ready
+from contaccum.experiments.grid import Cell, with_seeds
+from contaccum.methods.config import load_config
+from contaccum.methods.recipes import recipe
+from contaccum.methods.table import get_method, split_update
+
+if TYPE_CHECKING:
+    from contaccum.report.summary import Summary
+
+METHODS = ("gradaccum", "gradcache", "contaccum")
+METRICS = ("MRR@10", "NDCG@10", "Recall@1", "Recall@20", "Recall@100")
+BEFORE, WORDS = "before training", "BM25"
+CPU_MINUTES = 10.0
+LONG = 500  # updates from which on a run has checkpoints
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the page shows."""
+
+    output: Path
+    summary: Summary
+    headline: str
+    details: list[str]
+    winner: str | None  # the method to use; None where no training pays or none is finished
+    command: str | None  # trains the winner on everything
+    failed: list[str]
+
+    @property
+    def page(self) -> Path:
+        return self.output / "report.html"
+
+    def as_json(self) -> dict[str, Any]:
+        told = {name: getattr(self, name) for name in ("headline", "details", "winner", "command", "failed")}
+        return {**told, "page": str(self.page), **self.summary.as_json()}
+
+
+def compare(
+    data: str | Path,
+    *,
+    model: str = "",
+    output: str | Path = "runs/compare",
+    methods: Sequence[str] = METHODS,
+    n_total: int | None = None,
+    n_local: int | None = None,
+    memory: str | None = None,
+    epochs: float | None = None,
+    lr: float | None = None,
+    max_seq_length: int | None = None,
+    minutes: float | None = None,
+    seeds: Sequence[int] = (42,),
+    query_column: str | None = None,
+    positive_column: str | None = None,
+    negative_column: tuple[str, ...] = (),
+    subset: str | None = None,
+    settings: dict[str, Any] | None = None,
+    variants: dict[str, dict[str, Any]] | None = None,
+    title: str = "Which method for this data?",
+    introduction: str = "",
+    say: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Compare training methods on your own data: same rows, same budget, judged by search. Interrupted, the same command goes on.
+
+    Args:
+        data: CSV, TSV, JSONL or Parquet of pairs, BEIR or DPR folder, prepared folder, or a data set's name on the hub
+        model: encoder to start from, a folder or a name on the hub
+        output: folder to write, or to go on with
+        methods: of contaccum train, with commas between (default gradaccum,gradcache,contaccum)
+        n_total: samples per update; left out: 128, fewer for few rows
+        n_local: samples in memory at once; left out: 8, or with --memory what fits
+        memory: hold the GPU's memory to this, as 11GB
+        epochs: passes over the rows; left out: 1, up to 3 for few rows
+        lr: peak learning rate; left out: 2e-5
+        max_seq_length: tokens per text; left out: the model's, at most 128 on a CPU (64 where time is short) and 256 on a GPU
+        minutes: for training and search on a CPU; more data than that allows are taken in part. 0: no limit (default 10)
+        seeds: of each method, with commas between (default 42)
+        query_column: column of the query; left out: guessed
+        positive_column: column of the relevant passage; left out: guessed
+        negative_column: column of hard negatives, repeatable; left out: guessed
+        subset: configuration of a data set on the hub
+
+    Also judged are the model before training and BM25. The result holds what the page shows. In Python, `settings` are further fields of
+    a training configuration for all methods, and `variants` (name -> fields) replace `methods`.
+    """
+    tell = say or _to_stderr
+    chosen = variants or {name: {"method": name} for name in methods}
+    base = _base(model, memory, lr, settings or {})
+    request = {"data": _named(data), "model": _named(model), "seeds": list(seeds), "variants": chosen, "base": base, "subset": subset}
+    asked = {"n_total": n_total, "n_local": n_local, "epochs": epochs, "max_seq_length": max_seq_length, "minutes": minutes}
+    columns = Columns(query_column, positive_column, tuple(negative_column))
+    _check(chosen, base, asked, memory, seeds)
+    folder = Path(output)
+    with _claimed(folder, {**request, **asked, "columns": asdict(columns)}):
+        found = prepared(data, folder / "data", columns, subset)
+    for line in found.lines:
+        tell(line)
+    base["pooling"] = base.get("pooling") or pooling_of(model)
+    size = _sizes(folder, found, base, [options["method"] for options in chosen.values()], len(seeds), asked)
+    base["max_seq_length"] = size.tokens
+    for line in described(size, found, str(model), memory):
+        tell(line)
+    options = {name: {**base, **_schedule(size, found), **own} for name, own in chosen.items()}
+    for own in options.values():
+        split_update(get_method(own["method"]), own["n_total"], own["n_local"] or 1)
+    cells = _cells(options, base, seeds, found)
+    ready = _ready(found, size, folder)
+    failed = _run(cells, folder, ready, size, found, tell)
+    from contaccum.comparison.outcome import outcome
+
+    runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
+    return outcome(folder, runs, options, found, size, failed, title, introduction)
+
+
+def _named(place: str | Path) -> str:
+    """A path in full, so that the same request from another folder is the same."""
+    return str(Path(place).resolve()) if str(place) and Path(place).exists() else str(place)
+
+
+def _base(model: str, memory: str | None, lr: float | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Fields of every run. Pooling is the model's own."""
+    base = {name: value for name, value in recipe("st").items() if name not in ("pooling", "epochs")}
+    given = {name: value for name, value in {"model": _named(model), "lr": lr, "memory": memory}.items() if value is not None}
+    return {**base, **given, **settings}
+
+
+def _check(chosen: dict[str, Any], base: dict[str, Any], asked: dict[str, Any], memory: str | None, seeds: Sequence[int]) -> None:
+    if not base["model"]:
+        raise ValueError("no encoder to start from: give --model, a folder or a name on the hub")
+    if not chosen or not seeds:
+        raise ValueError("there must be a method and a seed; give --methods and --seeds, or leave them out")
+    for options in chosen.values():
+        get_method(options["method"])
+    if (minutes := asked["minutes"]) is not None and not 0 <= minutes < float("inf"):
+        raise ValueError(f"minutes={minutes} must be 0 (no limit) or more")
+    given = {name: value for name, value in asked.items() if value is not None and name != "minutes"}
+    for name, value in given.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} must be above 0; leave it out for what fits the data")
+    if memory is not None and not _gpu():
+        raise ValueError(f"memory={memory} is a GPU's, and there is none here; leave it out, or give --n-local")
+    for seed in seeds:
+        load_config(None, {**base, **given, "data": "data", "output": "output", "seed": seed}).check()
+
+
+@contextmanager
+def _claimed(folder: Path, wanted: dict[str, Any]) -> Iterator[None]:
+    """The folder is this request's; ValueError where it is another's. A source that cannot be used leaves nothing behind."""
+    new = not folder.exists()
+    _claim(folder, wanted)
+    try:
+        yield
+    except ValueError:
+        if new:
+            shutil.rmtree(folder)
+        raise
+
+
+def _claim(folder: Path, wanted: dict[str, Any]) -> None:
+    file, wanted = folder / "request.json", json.loads(json.dumps(wanted))
+    if file.exists():
+        before = read_json(file)
+        if differing := [name for name in wanted if before.get(name) != wanted[name]]:
+            name = differing[0]
+            raise ValueError(f"{folder} was begun with {name}={before.get(name)!r}, not {wanted[name]!r}; use another --output")
+        return
+    check_output(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not empty and holds no comparison; use another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(file, wanted)
+
+
+def _gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _tokens(model: str) -> int:
+    """The model's own limit, where it has one, but no more than is usual."""
+    from sentence_transformers.util import load_file_path
+
+    most = 256 if _gpu() else 128
+    own = load_file_path(str(model), "sentence_bert_config.json")
+    return min(most, (read_json(own).get("max_seq_length") or most) if own else most)
+
+
+def pooling_of(model: str) -> str:
+    """As the model folder says; mean where it says nothing."""
+    from sentence_transformers.util import load_file_path
+
+    known = load_file_path(str(model), "1_Pooling/config.json")
+    stored = read_json(known) if known else {}
+    names = {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}
+    return next((name for name, flag in names.items() if stored.get(flag) or stored.get("pooling_mode") == name), "mean")
+
+
+def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequence[str], seeds: int, asked: dict[str, Any]) -> Sizes:
+    """Decided once: a comparison that goes on has the same."""
+    file = folder / "sizes.json"
+    if file.exists():
+        return Sizes(**read_json(file))
+    from contaccum.experiments.baselines import untrained_model
+
+    minutes, tokens = asked["minutes"], asked["max_seq_length"]
+    size = sizes(
+        found,
+        lambda: untrained_model(base),
+        methods,
+        seeds,
+        n_total=asked["n_total"],
+        n_local=0 if asked["n_local"] is None and base.get("memory") else asked["n_local"],
+        epochs=asked["epochs"],
+        tokens=tokens or _tokens(base["model"]),
+        fixed_tokens=tokens is not None,
+        minutes=CPU_MINUTES if minutes is None else minutes or None,
+    )
+    write_json(file, asdict(size))
+    return size
+
+
+def _schedule(size: Sizes, found: Prepared) -> dict[str, Any]:
+    updates = size.updates(found.rows)
+    return {
+        **{"n_total": size.n_total, "n_local": size.n_local, "epochs": size.epochs, "limit": size.limit},
+        **{"warmup_updates": updates // 10, "save_every": LONG if updates > LONG else 0, "keep_checkpoints": 1},
+        **{"log_every": max(1, min(10, updates // 20)), "diagnose_every": max(1, min(10, updates // 20))},
+        **{"dev_every": max(1, updates // POINTS), "dev_passages": DEV_PASSAGES},
+    }
+
+
+def _cells(options: dict[str, dict[str, Any]], base: dict[str, Any], seeds: Sequence[int], found: Prepared) -> list[Cell]:
+    """The longest first, so that none is waited for alone; baselines last."""
+    trained = [Cell(name, {**own, "dev": str(found.beir)}) for name, own in options.items()]
+    trained.sort(key=lambda cell: not get_method(cell.options["method"]).cached)
+    return [*with_seeds(trained, seeds), Cell(BEFORE, base, kind="untrained"), Cell(WORDS, {}, kind="bm25")]
+
+
+def _ready(found: Prepared, size: Sizes, folder: Path) -> Ready:
+    beir = str(found.beir if size.passages is None else smaller_collection(found, folder / "part", size.passages))
+    return Ready(found.folder, beir, beir, "test", beir, "string", METRICS, False)
+
+
+def _run(cells: Sequence[Cell], folder: Path, ready: Ready, size: Sizes, found: Prepared, say: Callable[[str], None]) -> list[str]:
+    """Run what is missing; names of cells that failed."""
+    work = []
+    for cell in cells:
+        place = folder / "cells" / cell.name
+        if not (place / "result.json").exists():
+            write_json(place / "cell.json", {**asdict(cell), "data": asdict(ready)})
+            work.append(Work(cell.name, place, size.updates(found.rows) if cell.kind == "train" else 0))
+    if work:
+        environment = {name: str(size.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        run_all(work, size.jobs, size.n_total, {**environment, "TOKENIZERS_PARALLELISM": "false"}, say)
+    failed = [cell.name for cell in cells if not (folder / "cells" / cell.name / "result.json").exists()]
+    for name in failed:
+        log = folder / "cells" / name / "cell.log"
+        say(f"failed: {name}; the end of {log}:\n{_tail(log)}")
+    for cell in cells:
+        if cell.name not in failed:  # the model lies beside them
+            shutil.rmtree(folder / "cells" / cell.name / "run" / "checkpoints", ignore_errors=True)
+    return failed
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return "\n".join(f"    {line}" for line in lines[-4:])
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

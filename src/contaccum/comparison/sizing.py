@@ -1,0 +1,137 @@
+"""How large a comparison is: samples of an update, passes, and on a CPU as much of the data as fits in the time.
+
+A CPU's speed is measured: the model encodes a few pairs. An update is taken for three forward passes, GradCache's for four. Where that is
+longer than the time there is, the passes come down to one and texts to 64 tokens, then collection and training rows become a part.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from contaccum.comparison.source import Prepared
+from contaccum.methods.table import get_method
+
+UPDATES = 100  # below that, small data are passed over more than once ...
+MOST_EPOCHS = 3  # ... but not more often than that
+N_TOTAL, N_LOCAL = 128, 8
+POINTS = 6  # of a learning curve
+DEV_PASSAGES = 500  # searched for each, besides the relevant ones
+PROBED = 64  # pairs
+SHORT = 64  # tokens
+FEWEST_ROWS, FEWEST_PASSAGES = 1000, 5000  # of a part
+TRAINING, GRADCACHE = 3.3, 4.4  # forward passes of a step
+STARTING = 12.0  # seconds until a process trains
+
+
+@dataclass(frozen=True)
+class Sizes:
+    n_total: int
+    n_local: int  # 0: what fits in the memory
+    epochs: float
+    limit: int | None  # training rows; None: all
+    passages: int | None  # of the collection besides those that are relevant; None: all
+    tokens: int  # of a text
+    jobs: int  # runs at once, each with so many threads
+    threads: int
+    expected_seconds: float | None  # None on a GPU, where nothing was measured
+
+    def updates(self, rows: int) -> int:
+        return math.ceil(self.epochs * math.ceil(min(rows, self.limit or rows) / self.n_total))
+
+
+def sizes(
+    data: Prepared,
+    model: Any,
+    methods: Sequence[str],
+    seeds: int,
+    *,
+    n_total: int | None,
+    n_local: int | None,
+    epochs: float | None,
+    tokens: int,
+    fixed_tokens: bool,
+    minutes: float | None,
+) -> Sizes:
+    """`model` is a function that loads it, where it must be tried."""
+    import torch
+
+    runs, gpu = len(methods) * seeds, torch.cuda.is_available()
+    total = n_total or max(16, min(N_TOTAL, 2 ** int(math.log2(max(1, data.rows // 32)))))
+    local = min(N_LOCAL, max(1, total // 2)) if n_local is None else n_local
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = 1 if gpu else max(1, min(cores, runs, 4))
+    passes = epochs or min(MOST_EPOCHS, max(1, math.ceil(UPDATES / math.ceil(data.rows / total))))
+    whole = Sizes(total, local, float(passes), None, None, tokens, jobs, max(1, cores // jobs), None)
+    if gpu or minutes is None:
+        return whole
+    choices = [whole, *([] if epochs else [replace(whole, epochs=1.0)])]
+    choices += [] if fixed_tokens or tokens <= SHORT else [replace(choices[-1], tokens=SHORT)]
+    choices += [replace(choices[-1], passages=FEWEST_PASSAGES)] if data.passages > 2 * FEWEST_PASSAGES else []
+    loaded = model()
+    speeds = {length: _probe(data, loaded, whole.threads, length) for length in {size.tokens for size in choices}}
+    return _fitting(choices, data, methods, seeds, speeds, 60 * minutes)
+
+
+def _fitting(
+    choices: Sequence[Sizes], data: Prepared, methods: Sequence[str], seeds: int, speeds: dict[int, tuple[float, float]], seconds: float
+) -> Sizes:
+    """The first that fits, else the last with a part of the rows."""
+
+    def expected(size: Sizes) -> float:
+        pair, passage = speeds[size.tokens]
+        rows, judged = min(data.rows, size.limit or data.rows), data.passages if size.passages is None else size.passages + data.queries
+        steps = sum(GRADCACHE if get_method(name).cached else TRAINING for name in methods)
+        curve = POINTS * (DEV_PASSAGES + 200) * passage
+        trained = seeds * (steps * rows * size.epochs * pair + len(methods) * (judged * passage + curve + STARTING))
+        return (trained + judged * passage + STARTING) / size.jobs
+
+    for size in choices:
+        if expected(size) <= seconds:
+            return replace(size, expected_seconds=expected(size))
+    last = choices[-1]
+    none = expected(replace(last, limit=1))
+    share = (seconds - none) / max(1e-9, expected(last) - none)
+    part = replace(last, limit=min(data.rows, max(FEWEST_ROWS, last.n_total * 8, int(share * data.rows))))
+    return replace(part, expected_seconds=expected(part))
+
+
+def _probe(data: Prepared, model: Any, threads: int, tokens: int) -> tuple[float, float]:
+    """Seconds in which so many threads of an idle machine encode a pair and a passage."""
+    import torch
+
+    from contaccum.data.training_set import load_training_set
+
+    rows = load_training_set(data.folder, "train", PROBED)
+    model.max_seq_length, before = tokens, torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model.encode(rows["positive"][:8], show_progress_bar=False)  # the first call is slow
+        times = []
+        for texts in (rows["query"][:], rows["positive"][:]):
+            started = time.process_time()  # not by the wall clock: what else runs now may end soon
+            model.encode(texts, batch_size=N_LOCAL, show_progress_bar=False)
+            times.append((time.process_time() - started) / threads / len(texts))
+    finally:
+        torch.set_num_threads(before)
+    return sum(times), times[1]
+
+
+def described(size: Sizes, data: Prepared, model: str, memory: str | None) -> list[str]:
+    """For the user: what is trained how, and what is left out."""
+    rows, local = min(data.rows, size.limit or data.rows), f"what fits in {memory}" if size.n_local == 0 else str(size.n_local)
+    lines = [
+        f"every method: {model}, {rows:,} rows x {size.epochs:g} epoch{'s' if size.epochs != 1 else ''}, "
+        f"{size.n_total} samples an update, {local} of them in memory at once, {size.tokens} tokens of a text"
+    ]
+    if rows < data.rows:
+        lines.append(f"note: {rows:,} of {data.rows:,} rows, a random part, so that it ends in time; --minutes allows more, 0 all")
+    if size.passages is not None:
+        lines.append(f"note: the collection is searched in part, {size.passages:,} passages besides the relevant ones; --minutes 0: all")
+    if size.expected_seconds is not None:
+        lines.append(f"expected: about {max(1, round(size.expected_seconds / 60))} min, {size.jobs} at a time")
+    return lines

@@ -1,0 +1,145 @@
+"""Any readable data as what a comparison needs: rows to train on, dev and test queries, and one collection to search.
+
+1. `prepare` reads the source; columns are guessed where it is a table.
+2. Dev and test rows are held out where the source has none; the training rows are drawn anew, so that the first of them are a sample.
+3. A BEIR folder is written: the collection is every passage of every split, and the source's own collection where it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import read_json, write_json
+from contaccum.data.guess import guess_columns
+from contaccum.data.held_out import hold_out
+from contaccum.data.prepare import PrepareSummary, SplitSummary, prepare, save_splits, write_split
+from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
+from contaccum.data.readers.collections import count_lines, encoded_texts
+from contaccum.data.sources import check_may_exist, detect
+from contaccum.data.training_set import FEATURES, load_training_set
+
+MOST = {"test": 1000, "dev": 200}  # rows held out at most ...
+SHARE = {"test": 10, "dev": 20}  # ... and one in so many
+FEW = 50  # test queries: fewer tell little
+
+
+@dataclass(frozen=True)
+class Columns:
+    """As asked for; None is guessed."""
+
+    query: str | None = None
+    positive: str | None = None
+    negatives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `contaccum compare` made of a source."""
+
+    folder: str  # a training set with the splits train, dev and test; its folder beir holds collection, dev and test queries
+    rows: int  # to train on
+    queries: int  # to test by
+    passages: int  # to search
+    lines: list[str] = field(default_factory=list)  # what was done, for the user
+
+    @property
+    def beir(self) -> Path:
+        return Path(self.folder) / "beir"
+
+
+def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | None = None, most_test: int | None = None) -> Prepared:
+    """The source under `folder`, whole or not at all; what is there already is used again."""
+    known = folder / "prepared.json"
+    if known.exists():
+        return Prepared(**read_json(known))
+    lines: list[str] = []
+    check_may_exist(str(source))
+    kind = detect(str(source), {})
+    options: dict[str, Any] = {"subset": subset}
+    if kind == "pairs":
+        guess = guess_columns(str(source), subset, columns.query, columns.positive, columns.negatives)
+        options |= {"query_column": guess.columns.query, "positive_column": guess.columns.positive}
+        options["negative_column"] = guess.columns.negatives
+        lines.append(guess.line)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".rows-", dir=folder.parent) as scratch:
+        found = prepare(source, Path(scratch) / "rows", kind, **options)
+        lines += _counts(found)
+        summary = _with_held_out(found, Path(scratch), folder, lines, most_test)
+        save_splits(summary, Path(scratch), folder, judged=True, others=_own_collection(Path(source), kind))
+    told = _told(summary, folder, lines)
+    write_json(known, asdict(told))
+    return told
+
+
+def _counts(found: PrepareSummary) -> list[str]:
+    return [f"{split}: left out {count:,} rows {reason}" for split, part in found.splits.items() for reason, count in part.dropped.items()]
+
+
+def _with_held_out(found: PrepareSummary, scratch: Path, folder: Path, lines: list[str], most_test: int | None) -> PrepareSummary:
+    """Arrow files of train, dev and test in `scratch`; those that the source lacks are taken from its training rows."""
+    if "train" not in found.splits:
+        raise DataError(f"there is no split 'train', but {', '.join(found.splits)}; nothing can be trained on")
+    table = load_training_set(found.output, "train")
+    most = {**MOST, **({} if most_test is None else {"test": most_test})}
+    wanted = {split: max(1, min(most[split], len(table) // SHARE[split])) for split in ("test", "dev") if split not in found.splits}
+    parts: dict[str, Callable[[Any], Iterator[Any]]] = {**hold_out(table, wanted, keep_order=False)}
+    parts |= {split: partial(_rows, load_training_set(found.output, split)) for split in ("dev", "test") if split in found.splits}
+    splits: dict[str, SplitSummary] = {
+        split: write_split(parts[split], split, scratch / f"{split}.arrow", None) for split in ("train", "dev", "test")
+    }
+    if wanted:
+        counts = " and ".join(f"{splits[split].rows:,} for {'testing' if split == 'test' else 'the learning curve'}" for split in wanted)
+        lines.append(f"held out of {len(table):,} rows: {counts}; rows that share a text stay together")
+    if splits["test"].rows < FEW:
+        lines.append(f"note: {splits['test'].rows:,} test rows are few: only large differences will show")
+    return PrepareSummary(str(folder), found.format, splits)
+
+
+def _rows(table: Any, tally: Any) -> Iterator[Any]:
+    yield from (dict(zip(FEATURES, values, strict=True)) for batch in table.iter(1000) for values in zip(*batch.values(), strict=True))
+
+
+def _own_collection(source: Path, kind: str) -> Iterator[str]:
+    """The passages that a source has besides those of its rows."""
+    files = [source] if is_beir(source) else sorted(source.glob("*.tsv*")) if kind == "dpr" and source.is_dir() else []
+    yield from chain.from_iterable((text for _, text in encoded_texts(file)) for file in files)
+
+
+def _told(summary: PrepareSummary, folder: Path, lines: list[str]) -> Prepared:
+    beir = folder / "beir"
+    passages, queries = count_lines(beir), len(read_qrels(qrels_file(beir, "test")))
+    lines.append(f"{summary.splits['train'].rows:,} rows to train on, {queries:,} test queries, {passages:,} passages to search")
+    return Prepared(str(folder), summary.splits["train"].rows, queries, passages, lines)
+
+
+def smaller_collection(prepared: Prepared, folder: Path, passages: int) -> Path:
+    """A BEIR folder with the same queries whose collection holds all that is relevant and the first `passages` of the rest."""
+    import shutil
+
+    from contaccum.common.outputs import write_jsonl
+    from contaccum.data.readers.collections import read_collection_of
+
+    if (folder / "corpus.jsonl").exists():  # which is written last
+        return folder
+    shutil.copytree(prepared.beir / "qrels", folder / "qrels", dirs_exist_ok=True)
+    shutil.copy(prepared.beir / "queries.jsonl", folder / "queries.jsonl")
+    judged = (read_qrels(qrels_file(prepared.beir, split)) for split in ("dev", "test"))
+    relevant = {doc for qrels in judged for grades in qrels.values() for doc in grades}
+
+    def chosen() -> Iterator[dict[str, str]]:
+        left = passages
+        for key, title, text in read_collection_of(prepared.beir):
+            if key in relevant or left > 0:
+                left -= key not in relevant
+                yield {"_id": key, "title": title, "text": text}
+
+    write_jsonl(folder / "corpus.jsonl", chosen())
+    return folder

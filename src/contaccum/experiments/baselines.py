@@ -1,0 +1,41 @@
+"""What trained models are held against: the same encoder before training, and BM25."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from contaccum.common.outputs import whole_file
+from contaccum.data.readers.collections import encoded_texts
+from contaccum.data.readers.queries import read_queries
+
+MODEL_OPTIONS = ("tied", "pooling", "similarity", "max_seq_length", "tokenizer", "passage_model")
+
+
+def untrained_model(options: dict[str, Any]) -> Any:
+    """The model that training with these options starts from."""
+    from contaccum.towers.dual_encoder import dual_encoder
+
+    return dual_encoder(options["model"], **{name: options[name] for name in MODEL_OPTIONS if name in options})
+
+
+def search_by_words(collection: str, queries: str, split: str | None, k: int, output: Path) -> None:
+    """A run file of BM25's ranking."""
+    from contaccum.data.bm25 import Bm25
+    from contaccum.retrieval.runs import Hit, write_run
+
+    keys: list[str] = []
+
+    def texts() -> Iterator[str]:
+        for key, text in encoded_texts(collection):
+            keys.append(key)
+            yield text
+
+    index = Bm25(texts())
+    ranked = {
+        query.id: [Hit(keys[place], float(k - rank)) for rank, place in enumerate(index.search(query.text, k))]
+        for query in read_queries(queries, split)
+    }
+    with whole_file(output) as file:
+        write_run(file, ranked, "bm25")

@@ -1,0 +1,86 @@
+"""`push`: a finished run's model on the hub, with a card whose figures are the run's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from contaccum.common.errors import DataError
+from contaccum.common.outputs import write_text
+from contaccum.report.folders import Run, read_run_folder
+from contaccum.report.numbers import duration, percent
+
+BEGIN, END = "<!-- results of the run -->", "<!-- end of the results -->"
+SECTION = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
+
+
+def push(run: str | Path, name: str, *, private: bool = False, dry_run: bool = False) -> dict[str, Any]:
+    """Put the model of a finished run on the hub, with the run's metrics in its model card.
+
+    Args:
+        run: run folder that contaccum train wrote; its evaluation.json gives the metrics
+        name: of the model on the hub, as user/name
+        private: only for you and your organisation
+        dry_run: write the card and upload nothing
+
+    The card keeps what sentence-transformers wrote into it. Log in before, with `hf auth login`.
+    """
+    folder = Path(run)
+    found = read_run_folder(folder)
+    model = folder / "model"
+    if not found.trained or not (model / "modules.json").exists():
+        raise DataError(f"{folder} holds no finished model; give a run folder of contaccum train")
+    card = write_card(found, model, name)
+    if not dry_run:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=model, commit_message="Model and card")
+    return {"model": str(model), "card": str(card), "name": name, "uploaded": not dry_run}
+
+
+def write_card(run: Run, model: Path, name: str) -> Path:
+    """The card with the run's metrics, as a table and as the data that the hub reads; written again, it is the same."""
+    from huggingface_hub import EvalResult, ModelCard
+
+    file = model / "README.md"
+    card: Any = ModelCard(file.read_text(encoding="utf-8") if file.exists() else f"# {name}\n", ignore_metadata_errors=True)
+    if run.evaluation is not None:
+        task: dict[str, Any] = {
+            "task_type": "sentence-similarity",
+            "task_name": "Retrieval",
+            "dataset_type": "test",
+            "dataset_name": _data_name(run),
+        }
+        results = [EvalResult(metric_type=metric, metric_value=value, **task) for metric, value in run.evaluation.metrics.items()]
+        card.data.model_name, card.data.eval_results = name.rpartition("/")[2], results
+    section = f"{BEGIN}\n{_section(run)}\n{END}\n\n"
+    text = SECTION.sub("", card.text)
+    place = text.find("## Training Details")
+    card.text = text + "\n" + section if place < 0 else text[:place] + section + text[place:]
+    write_text(file, f"---\n{card.data.to_yaml()}\n---\n{card.text.lstrip()}")
+    return file
+
+
+def _data_name(run: Run) -> str:
+    return Path(str(run.config["data"])).name or "test"
+
+
+def _section(run: Run) -> str:
+    config, lines = run.config, ["## Results of this run", ""]
+    if run.evaluation is not None:
+        metrics = run.evaluation.metrics
+        lines += ["| metric | % |", "|---|---:|", *(f"| {metric} | {percent(value)} |" for metric, value in metrics.items()), ""]
+        queries = max((len(values) for values in run.evaluation.per_query.values()), default=0)
+        lines += [f"By exact search of the whole collection for {queries:,} test queries.", ""] if queries else []
+    else:
+        lines += ["It was not evaluated.", ""]
+    seconds = run.measured("seconds")
+    lines.append(
+        f"Trained by contaccum, method {config['method']}: {config['n_total']} samples per update, "
+        f"{config['n_local']} in memory at once, learning rate {config['lr']:g}, {config['epochs']:g} epochs, seed {config['seed']}"
+        + (f", {duration(seconds)}." if seconds else ".")
+    )
+    return "\n".join(lines)

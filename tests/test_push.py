@@ -1,0 +1,68 @@
+"""A model's card holds the figures of its run, and what is pushed loads as any SentenceTransformer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
+
+from huggingface_hub import ModelCard
+from sentence_transformers import SentenceTransformer
+from typer.testing import CliRunner
+
+from contaccum.cli import app
+from contaccum.report.card import push
+from report_runs import make_data, make_run, rank_and_judge
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_encoder: Any) -> Path:
+    folder = make_run(tmp_path / "run", method="contaccum")
+    model = tiny_encoder(tied=True, similarity="cosine")
+    model.prompts = {"query": "find: ", "document": ""}
+    model.save_pretrained(str(folder / "model"))
+    rank_and_judge(folder, make_data(tmp_path / "data"), 0.7)
+    return folder
+
+
+def test_the_card_has_the_figures_and_is_the_same_again(run: Path) -> None:
+    metrics = json.loads((run / "evaluation.json").read_text())["metrics"]
+    push(run, "me/encoder", dry_run=True)
+    first = (run / "model" / "README.md").read_text()
+    push(run, "me/encoder", dry_run=True)
+    assert (run / "model" / "README.md").read_text() == first
+    found = {result.metric_type: result.metric_value for result in ModelCard(first).data.eval_results}
+    assert found == pytest.approx(metrics)
+    for metric, value in metrics.items():
+        assert f"| {metric} | {100 * value:.1f} |" in first
+    assert first.count("## Results of this run") == 1
+    assert "SentenceTransformer" in first  # what sentence-transformers wrote stays
+
+
+def test_what_is_uploaded_loads_with_prompts_and_similarity(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[str, Any] = {}
+
+    class Api:
+        def create_repo(self, name: str, **options: Any) -> None:
+            sent["repo"] = (name, options)
+
+        def upload_folder(self, **options: Any) -> None:
+            sent["folder"] = options
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    result = CliRunner().invoke(app, ["push", str(run), "me/encoder", "--private"])
+    assert result.exit_code == 0, result.output
+    assert sent["repo"] == ("me/encoder", {"private": True, "exist_ok": True})
+    assert sent["folder"]["repo_id"] == "me/encoder"
+    loaded = SentenceTransformer(str(sent["folder"]["folder_path"]))
+    assert loaded.similarity_fn_name == "cosine"
+    assert loaded.prompts["query"] == "find: "
+
+
+def test_a_run_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no finished model"):
+        push(make_run(tmp_path / "run", finished=False), "me/encoder", dry_run=True)
