@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmark_files import load_benchmark
 from contaccum import DualBankInfoNCE
 
 UPDATES, N, TOTAL, WIDTH = 6, 4, 16, 8
@@ -22,14 +20,7 @@ PAIRS = 40
 
 @pytest.fixture(scope="module")
 def drift() -> ModuleType:
-    file = Path(__file__).parents[1] / "benchmarks" / "fast_path.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_fast_path", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("fast_path")
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])

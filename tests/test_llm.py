@@ -76,6 +76,16 @@ def test_all_linear_layers_of_the_blocks_are_adapted_and_nothing_else_is_trained
         assert sum(f"layers.{layer}." in t and f".{name}.lora_" in t for t in trained) == 2, (layer, name)
 
 
+def test_adapters_are_in_float32_on_a_bfloat16_base(decoder_folder, tmp_path) -> None:
+    """Else small updates would be rounded off, and lost again when a checkpoint is read."""
+    model = adapted(decoder_folder, model_kwargs={"dtype": torch.bfloat16})
+    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(True, torch.float32), (False, torch.bfloat16)}
+    model.save_pretrained(str(tmp_path))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    loaded = dict(SentenceTransformer(str(tmp_path), device="cpu").named_parameters())
+    assert all(torch.equal(p, loaded[name]) for name, p in trained.items())
+
+
 def test_layers_beside_the_blocks_are_left_alone(model_folder) -> None:
     """BERT's pooler has a layer named as those inside, but pooling here reads the tokens."""
     pattern = block_linears(next(encoders(dual_encoder(model_folder, tied=True))))

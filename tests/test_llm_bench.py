@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmark_files import load_benchmark
 from contaccum.experiments.workloads import Workload
 
 WORK = Workload(n_total=4, bank=8, query_tokens=4, passage_tokens=8, hard_negatives=0)
@@ -20,14 +18,7 @@ LIMITS = [(24, "24B"), (11, "11B")]
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    file = Path(__file__).parents[1] / "benchmarks" / "llm.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_llm", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_benchmark("llm")
 
 
 def test_every_cell_is_measured_on_a_cpu(bench, tmp_path, monkeypatch) -> None:

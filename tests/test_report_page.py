@@ -16,8 +16,8 @@ pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 from chromium import PROGRAM, Chromium
 from contaccum.report.build import report
 from contaccum.report.page import page as html_page
-from contaccum.report.verdict import Answer
 from contaccum.report.palette import INK, NIGHT, RULE, STYLES, WHITE
+from contaccum.report.verdict import Answer
 from report_runs import HOSTILE, make_run, summary_of, two_methods
 
 FIGURES = 14
