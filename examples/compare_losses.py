@@ -67,11 +67,11 @@ def measure(name: str, args: argparse.Namespace, rows: Dataset, evaluator: Infor
     model = SentenceTransformer(args.model, model_kwargs={"dtype": "float32"})  # weights may be stored in half precision
     loss: nn.Module
     if name == "mnrl":
-        loss = MultipleNegativesRankingLoss(model)
+        loss = MultipleNegativesRankingLoss(model, **args.loss_options)
     elif name == "cached":
-        loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=args.batch_size)
+        loss = CachedMultipleNegativesRankingLoss(model, mini_batch_size=args.batch_size, **args.loss_options)
     else:
-        loss = ContAccumLoss(model)
+        loss = ContAccumLoss(model, **args.loss_options)
     batch = args.update_size if name == "cached" else args.batch_size
     with tempfile.TemporaryDirectory() as folder:
         training = SentenceTransformerTrainingArguments(
@@ -111,6 +111,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8, help="n, the samples whose activations are alive at once")
     parser.add_argument("--update-size", type=int, default=128, help="N, the samples of an update")
     parser.add_argument("--seed", type=int, default=42)
+    options = 'arguments that all three losses have, as JSON: \'{"directions": ["query_to_doc", "doc_to_query"]}\''
+    parser.add_argument("--loss-options", type=json.loads, default={}, help=options)
     parser.add_argument("--train-limit", type=int, help="train on the first so many rows")
     parser.add_argument("--corpus-limit", type=int, help="test over the relevant passages and at most so many others")
     parser.add_argument("--no-duplicates", action="store_true", help="no batch holds a text twice")

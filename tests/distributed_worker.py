@@ -8,18 +8,22 @@ from pathlib import Path
 
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
+from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
 
-from contaccum import ContAccumTrainer, dual_encoder
+from contaccum import ContAccumLoss, ContAccumTrainer, dual_encoder
 from contaccum.data.training_set import load_training_set, negative_columns, with_hard_negatives
 from contaccum.methods.config import TrainConfig
 from contaccum.methods.loss import build_loss
 from contaccum.methods.table import METHODS, split_update
 from contaccum.towers.speed import unpad_towers
 
+COMBINED = "combined"  # several widths, all directions and a filter
+FOUR = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
+
 
 def main(model_folder: str, data: str, output: str) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    for name, method in METHODS.items():
+    for name, method in {**METHODS, COMBINED: METHODS["contaccum"]}.items():
         for hard_negatives in (0, 1):
             torch.manual_seed(0)
             model = dual_encoder(model_folder, pooling="mean", max_seq_length=32)
@@ -29,8 +33,12 @@ def main(model_folder: str, data: str, output: str) -> None:
             if processes > 1 and hard_negatives:
                 unpad_towers(model)  # which computes the same
             batches = split_update(method, 16, 8 // processes, processes)
-            config = TrainConfig(method=name, bank=20, query_bank=13, similarity="cosine")
-            loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
+            if name == COMBINED:
+                loss = ContAccumLoss(model, gather_across_devices=processes > 1, directions=FOUR, margin=-0.05, bank_size=20)
+                trained = MatryoshkaLoss(model, loss, [16, 8])
+            else:
+                config = TrainConfig(method=name, bank=20, query_bank=13, similarity="cosine")
+                loss = trained = build_loss(config, model, batches, gather_across_devices=processes > 1)
             table, _ = with_hard_negatives(load_training_set(data), hard_negatives, seed=0)
             names = ["positive", *negative_columns(hard_negatives)][: 1 + hard_negatives]
             args = SentenceTransformerTrainingArguments(
@@ -48,7 +56,7 @@ def main(model_folder: str, data: str, output: str) -> None:
                 ddp_find_unused_parameters=batches.mini is not None,
                 router_mapping={"query": "query", **dict.fromkeys(names, "document")},
             )
-            trainer = ContAccumTrainer(model=model, args=args, train_dataset=table, loss=loss)
+            trainer = ContAccumTrainer(model=model, args=args, train_dataset=table, loss=trained)
             trainer.train()
             if trainer.is_world_process_zero():
                 file = Path(output) / f"{name}-{hard_negatives}.pt"

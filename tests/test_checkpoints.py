@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sentence_transformers import SentenceTransformerTrainer
+from transformers import TrainerState
 
-from contaccum import ContAccumCallback, ContAccumLoss
+from contaccum import ContAccumCallback, ContAccumLoss, ContAccumTrainer
 from contaccum.adapters.checkpoint_folders import last_complete_checkpoint
 from contaccum.common.errors import CheckpointError
-from test_trainer import assert_bit_equal, dataset, state_of, trained
+from test_trainer import arguments, assert_bit_equal, dataset, state_of, trained
 
 
 @pytest.mark.parametrize("way", ["trainer", "callback"])
@@ -71,8 +73,44 @@ def test_a_bank_of_another_loss_is_refused(tiny_encoder, tmp_path) -> None:
         trained(model, tmp_path, resume=True)
 
 
+@pytest.mark.parametrize("kind", [ContAccumTrainer, SentenceTransformerTrainer])
+def test_a_second_run_into_the_same_folder_replaces_the_first_one_s_bank(tiny_encoder, tmp_path, kind) -> None:
+    """Also what more processes have left there."""
+    for seed in (1, 2):
+        trainer = trained(tiny_encoder(), tmp_path, kind, save_strategy="steps", save_steps=4, seed=seed)
+        (saved,) = torch.load(tmp_path / "checkpoint-4" / "contaccum_state.pt", weights_only=True)
+        assert torch.equal(saved["banks.0._queries"], trainer.loss.criterion.state_dict()["banks.0._queries"])
+        (tmp_path / "checkpoint-4" / "contaccum_state_1.pt").touch()
+    trained(tiny_encoder(), tmp_path, kind, save_strategy="steps", save_steps=4)
+    assert [file.name for file in (tmp_path / "checkpoint-4").glob("contaccum_state*")] == ["contaccum_state.pt"]
+
+
+@pytest.mark.parametrize(("each_node", "local", "writes"), [(False, 0, False), (True, 0, True), (True, 1, False)])
+def test_a_bank_is_saved_on_each_node_where_that_is_asked(tiny_encoder, tmp_path, monkeypatch, each_node, local, writes) -> None:
+    """The first process of a second node."""
+    monkeypatch.setattr("transformers.TrainingArguments.process_index", 4 + local)
+    monkeypatch.setattr("transformers.TrainingArguments.local_process_index", local)
+    args = arguments(tmp_path, save_on_each_node=each_node)
+    callback = ContAccumCallback(ContAccumLoss(tiny_encoder(), bank_size=4))
+    callback.on_train_begin(args, TrainerState(train_batch_size=4), None)
+    callback.on_save(args, TrainerState(global_step=3), None)
+    assert (tmp_path / "checkpoint-3" / "contaccum_state.pt").exists() == writes
+
+
+def test_a_bank_of_another_precision_is_refused(tiny_encoder, tmp_path) -> None:
+    model = tiny_encoder()
+    trained(model, tmp_path, loss=ContAccumLoss(model, bank_size=12, bank_dtype=torch.bfloat16), save_strategy="steps", save_steps=2)
+    with pytest.raises(ValueError, match=re.escape("the saved bank is of bank_dtype='torch.bfloat16', this loss has bank_dtype=None")):
+        trained(model, tmp_path, resume=True)
+    same = {"bank_size": 12, "bank_dtype": torch.bfloat16, "drift_correction": "mean+zero-sum"}
+    symmetric = ContAccumLoss(model, directions=("query_to_doc", "doc_to_query"), **same)
+    with pytest.raises(ValueError, match=re.escape("of directions=('query_to_doc',), this loss has directions=('query_to_doc', 'doc_to_")):
+        trained(model, tmp_path, loss=symmetric, resume=True)
+
+
 def test_a_checkpoint_without_a_bank_is_refused(tiny_encoder, tmp_path) -> None:
-    trained(tiny_encoder(), tmp_path, trainer_class=SentenceTransformerTrainer, save_strategy="steps", save_steps=2)
+    trained(tiny_encoder(), tmp_path, save_strategy="steps", save_steps=2)
+    (tmp_path / "checkpoint-4" / "contaccum_state.pt").unlink()
     with pytest.raises(CheckpointError, match=r"has no contaccum_state.pt"):
         trained(tiny_encoder(), tmp_path, resume=True)
 

@@ -117,7 +117,7 @@ def balanced(**options: Any) -> DualBankInfoNCE:
 
 
 def common(criterion: DualBankInfoNCE) -> Tensor:
-    return criterion.state_dict()["bank.means._common"].clone()
+    return criterion.state_dict()[f"banks.0.pushes.{D}._mean"].clone()
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
@@ -133,7 +133,7 @@ def test_the_smallest_micro_batches_lose_their_running_mean_as_the_reference_say
             criterion.after_update()
             reference.after_update()
     assert reference.window == 6 * n
-    torch.testing.assert_close(common(criterion), reference.push)
+    torch.testing.assert_close(common(criterion), reference.push[D][0])
 
 
 @pytest.mark.parametrize("h", [0, 2])
@@ -205,4 +205,4 @@ def test_a_cleared_bank_forgets_the_running_mean_and_a_released_one_its_memory()
     assert common(criterion).norm() == 0
     assert all(torch.equal(a, b) for a, b in zip(zero_sum_step(criterion, 2, 1, 0), first, strict=True))
     criterion.reset()
-    assert "bank.means._common" not in criterion.state_dict()
+    assert f"banks.0.pushes.{D}._mean" not in criterion.state_dict()

@@ -71,6 +71,74 @@ def test_cached_bank_of_zero_equals_the_cached_loss_with_dropout(tiny_encoder, n
     assert_close(results[0][1], results[1][1])
 
 
+@pytest.mark.parametrize("negatives", [0, 2])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"},
+        {"directions": ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")},
+        *({"hardness_mode": mode, "hardness_strength": 4.0} for mode in ("in_batch_negatives", "hard_negatives", "all_negatives")),
+    ],
+    ids=str,
+)
+def test_bank_of_zero_equals_the_losses_it_replaces_with_any_of_their_arguments(tiny_encoder, options, cached, negatives) -> None:
+    found = []
+    for ours in (True, False):
+        model = tiny_encoder(dropout=0.0)
+        if cached:
+            loss = CachedContAccumLoss(model, mini_batch_size=2, bank_size=0, **options) if ours else None
+            loss = loss or CachedMultipleNegativesRankingLoss(model, mini_batch_size=2, **options)
+        else:
+            loss = ContAccumLoss(model, bank_size=0, **options) if ours else MultipleNegativesRankingLoss(model, **options)
+        value = loss(features(model, 5, negatives), None)
+        value.backward()
+        found.append((value.detach(), gradients(model)))
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-5)
+    assert_close(found[0][1], found[1][1])
+
+
+GIST_DIRECTIONS = {
+    (True, True): ("query_to_doc", "query_to_query", "doc_to_doc"),
+    (True, False): ("query_to_doc", "query_to_query"),
+    (False, False): ("query_to_doc",),
+}
+
+
+@pytest.mark.parametrize("contrast", GIST_DIRECTIONS)
+@pytest.mark.parametrize("strategy", ["absolute", "relative"])
+@pytest.mark.parametrize("same_tokens", [True, False])
+@pytest.mark.parametrize("cached", [False, True])
+def test_bank_of_zero_equals_gist_embed_loss(tiny_encoder, contrast, strategy, same_tokens, cached) -> None:
+    """On pairs; with a hard negative only without contrast of positives, where theirs leaves hard negatives out and ours does not."""
+    from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss, GISTEmbedLoss
+
+    found = []
+    for ours in (True, False):
+        model = tiny_encoder(dropout=0.0, tied=True)
+        guide = tiny_encoder(dropout=0.0, tied=True, seed=3, max_seq_length=32 if same_tokens else 16)
+        filter_options = {"margin": 0.02, "margin_strategy": strategy}
+        small = {"mini_batch_size": 2} if cached else {}
+        if ours:
+            kind = CachedContAccumLoss if cached else ContAccumLoss
+            directions = GIST_DIRECTIONS[contrast]
+            loss: Any = kind(model, 20.0, guide=guide, directions=directions, bank_size=0, **filter_options, **small)
+        else:
+            gist = CachedGISTEmbedLoss if cached else GISTEmbedLoss
+            loss = gist(model, guide, 0.05, contrast_anchors=contrast[0], contrast_positives=contrast[1], **filter_options, **small)
+        value = loss(features(model, 6, negatives=0 if contrast[1] else 1), None)
+        value.backward()
+        found.append((value.detach(), gradients(model)))
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-4)
+    assert_close(found[0][1], found[1][1], rtol=1e-3)
+
+
+def test_a_guide_that_is_the_model_is_refused(tiny_encoder) -> None:
+    model = tiny_encoder()
+    with pytest.raises(ValueError, match="the guide is the model that is trained"):
+        ContAccumLoss(model, guide=model)
+
+
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("negatives", [0, 1])
 def test_micro_batches_with_a_bank_equal_the_reference_by_hand(tiny_encoder, cached, negatives) -> None:
@@ -151,6 +219,7 @@ def test_evaluation_mode_of_the_model_leaves_the_bank_alone(tiny_encoder) -> Non
         ({"micro_batch_size": 2.5}, "micro_batch_size=2.5 is not a whole number"),
         ({"similarity_fct": torch.cdist}, "similarity_fct=cdist has no closed form here"),
         ({"scale": torch.nn.Parameter(torch.ones(()))}, "learnable scale"),
+        ({"directions": ("doc_to_query",)}, "directions=('doc_to_query',) must be a tuple, each once, with 'query_to_doc'"),
     ],
 )
 def test_what_a_bank_cannot_do_is_refused_with_a_reason(tiny_encoder, options, message) -> None:
@@ -158,23 +227,16 @@ def test_what_a_bank_cannot_do_is_refused_with_a_reason(tiny_encoder, options, m
         ContAccumLoss(tiny_encoder(), **options)
 
 
-def test_matryoshka_is_refused_with_a_reason(tiny_encoder) -> None:
-    """It calls the loss with several widths per micro-batch."""
-    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss
-
-    model = tiny_encoder()
-    loss = MatryoshkaLoss(model, ContAccumLoss(model, bank_size=8), [16, 8])
-    with pytest.raises(ValueError, match="width 8 do not fit the bank, which holds width 16"):
-        loss(features(model, 4), None)
-
-
 @pytest.mark.filterwarnings("ignore:AdaptiveLayerLoss is not compatible with CachedContAccumLoss")
+@pytest.mark.filterwarnings("ignore:Matryoshka2dLoss is not compatible with MatryoshkaLoss")
 @pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
 def test_adaptive_layers_are_refused_with_a_reason(tiny_encoder, kind) -> None:
-    """Vectors of one width, but of several layers."""
-    from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss
+    """Vectors of one width, but of several layers; in a loop of one's own at its first step."""
+    from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss, Matryoshka2dLoss
 
     model = tiny_encoder(tied=True).train()
+    with pytest.raises(ValueError, match="takes its loss of several layers"):
+        Matryoshka2dLoss(model, kind(model, bank_size=8), [16, 8])(features(model, 4), torch.zeros(4))
     with pytest.raises(ValueError, match="takes its loss of several layers, and the bank would hold vectors of all; use bank_size=0"):
         AdaptiveLayerLoss(model, kind(model, bank_size=8))(features(model, 4), torch.zeros(4))
 

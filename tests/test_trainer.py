@@ -18,7 +18,7 @@ from torch import Tensor
 
 from conftest import assert_close, rows
 from contaccum import CachedContAccumLoss, ContAccumCallback, ContAccumLoss, ContAccumTrainer
-from contaccum.adapters.trainer import bank_losses
+from contaccum.adapters.data_sets import bank_losses
 
 ROUTES = {"query": "query", "positive": "document"}
 
@@ -203,7 +203,7 @@ def test_what_enters_a_bank_decides_its_automatic_size(tiny_encoder, gathers, mi
     model = tiny_encoder()
     made = [ContAccumLoss(model, gather_across_devices=gathers, micro_batch_size=micro_batch_size) for _ in range(losses)]
     callback = ContAccumCallback(dict(enumerate(made)) if losses > 1 else made[0])
-    args = SimpleNamespace(world_size=2, gradient_accumulation_steps=2)
+    args = SimpleNamespace(should_save=True, world_size=2, gradient_accumulation_steps=2)
     state = SimpleNamespace(global_step=0, train_batch_size=4)
     callback.on_train_begin(args, state, None, train_dataloader=SimpleNamespace(dataset=range(10_000)))
     assert [loss.criterion.bank.size for loss in made] == [expected] * losses
@@ -218,7 +218,7 @@ def test_what_enters_a_bank_decides_its_automatic_size(tiny_encoder, gathers, mi
 def test_one_loss_for_two_data_sets_counts_once(tiny_encoder) -> None:
     loss = ContAccumLoss(tiny_encoder())
     callback = ContAccumCallback({"a": loss, "b": loss})
-    args = SimpleNamespace(world_size=1, gradient_accumulation_steps=2, learning_rate=1.0)
+    args = SimpleNamespace(should_save=True, world_size=1, gradient_accumulation_steps=2, learning_rate=1.0)
     state = SimpleNamespace(global_step=0, train_batch_size=4)
     callback.on_train_begin(args, state, None, train_dataloader=SimpleNamespace(dataset=range(10_000)))
     callback.on_optimizer_step(args, state, None, optimizer=SimpleNamespace(param_groups=[{"lr": 0.5}]))

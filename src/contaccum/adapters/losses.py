@@ -5,8 +5,11 @@ Thin adapters over `DualBankInfoNCE`: they embed the columns, take a key per tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,11 +19,16 @@ from sentence_transformers.base.losses.merged_forward import embed_columns
 from sentence_transformers.util import all_gather, all_gather_with_grad, cos_sim, dot_score
 from torch import Tensor, nn
 
+from contaccum.adapters.guide import TEXTS_AT_ONCE, Guide
+from contaccum.adapters.matryoshka import embed_undecorated, matryoshka_forward, shrunk, takes_several_layers
 from contaccum.adapters.text_keys import token_keys
-from contaccum.core.criterion import DualBankInfoNCE, whole_number
+from contaccum.core.checks import whole_number
+from contaccum.core.criterion import DualBankInfoNCE
+from contaccum.core.micro_batch import WholeVectors
 from contaccum.towers.speed import countable
 
 _SIMILARITIES = {cos_sim: "cosine", dot_score: "dot"}
+_COMPARISON = ("directions", "partition_mode", "hardness_mode", "hardness_strength", "margin", "margin_strategy")
 _CITATION = """
 @inproceedings{kim2024contaccum,
     title={A Gradient Accumulation Method for Dense Retriever under Memory Constraint},
@@ -31,19 +39,37 @@ _CITATION = """
 """
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What goes with the embeddings of a batch, column by column."""
+
+    keys: list[Tensor | None]
+    guide: list[Tensor] | None = None  # a guide's vectors
+    whole: WholeVectors | None = None  # at full width, where the embeddings are cut
+
+    def part(self, start: int, size: int) -> Batch:
+        return Batch(_slice(self.keys, start, size), None if self.guide is None else _slice(self.guide, start, size))
+
+
 class ContAccumLoss(nn.Module):
     """`MultipleNegativesRankingLoss` with a bank of past queries and passages; equal to it with `bank_size=0` and no duplicate texts.
 
-    Takes pairs (anchor, positive) or tuples with any number of negatives. Works in a plain `SentenceTransformerTrainer`; use
-    `ContAccumTrainer`, or add a `ContAccumCallback`, for exact resume, for ages and for `clear_after_update=True`.
+    Takes pairs (anchor, positive) or tuples with any number of negatives. In a plain `SentenceTransformerTrainer` it adds a
+    `ContAccumCallback` when training begins. One loss for several data sets keeps a bank for each, and needs a `ContAccumTrainer`.
+    `MatryoshkaLoss` around it is fine. `loss.scale` may be assigned at any time.
 
     Args:
         model, scale, similarity_fct, gather_across_devices: as in `MultipleNegativesRankingLoss`; `similarity_fct` is `cos_sim` or
             `dot_score`. With `gather_across_devices` every process holds the same bank; without, each its own.
+        directions, partition_mode, hardness_mode, hardness_strength: as in `MultipleNegativesRankingLoss`, over micro-batch and bank: see
+            `contaccum.core.comparison`.
         micro_batch_size: take the loss on slices of this many samples, one after the other, and average, as gradient accumulation would
             with micro-batches of that size: the same gradients, faster, at the memory of the whole batch. None: the batch as it is.
-        bank_size: "auto" takes 8 updates' worth of tuples, at most a sixteenth of the training rows, when a `ContAccumTrainer` or a
-            `ContAccumCallback` begins to train (see `contaccum.core.bank_size.auto_bank`); without them 1,024.
+        bank_size: "auto" takes 8 updates' worth of tuples, at most a sixteenth of the training rows, when a trainer begins to train (see
+            `contaccum.core.bank_size.auto_bank`); in a loop of your own 1,024.
+        margin, margin_strategy: leave out negatives that are more similar to the query than its positive is minus this, or minus this part
+            of it ("relative"), as in `GISTEmbedLoss`. None: none, or 0.0 with a guide.
+        guide: a model whose cosine says so, instead of the one that is trained. Its vectors are kept in the bank too.
         bank_options: the other arguments of `DualBankInfoNCE`, from `query_bank_size` on.
     """
 
@@ -53,9 +79,16 @@ class ContAccumLoss(nn.Module):
         scale: float = 20.0,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
         gather_across_devices: bool = False,
+        directions: Sequence[str] = ("query_to_doc",),
+        partition_mode: str = "joint",
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
         *,
         micro_batch_size: int | None = None,
         bank_size: int | str = "auto",
+        margin: float | None = None,
+        margin_strategy: str = "absolute",
+        guide: SentenceTransformer | None = None,
         **bank_options: Any,
     ) -> None:
         super().__init__()
@@ -68,10 +101,18 @@ class ContAccumLoss(nn.Module):
         self.model = model
         self.similarity_fct = similarity_fct
         self.gather_across_devices = gather_across_devices
+        self.guide = None if guide is None else Guide(guide, model)
+        self._whole: WeakKeyDictionary[Any, tuple[list[Tensor], Batch]] = WeakKeyDictionary()  # by MatryoshkaLoss's micro-batch
         self.criterion = DualBankInfoNCE(
             bank_size=bank_size,
             scale=scale,
             similarity=_SIMILARITIES[similarity_fct],
+            directions=directions if isinstance(directions, str) else tuple(directions),
+            partition_mode=partition_mode,
+            hardness_mode=hardness_mode,
+            hardness_strength=hardness_strength,
+            margin=0.0 if margin is None and guide is not None else margin,
+            margin_strategy=margin_strategy,
             **bank_options,
         )
 
@@ -79,46 +120,84 @@ class ContAccumLoss(nn.Module):
     def scale(self) -> float:
         return self.criterion.scale
 
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        self.criterion.scale = scale
+
     @property
     def temperature(self) -> float:
         return 1.0 / self.scale
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        self._refuse_several_layers()
+        self._begin()
         features = _columns(sentence_features)
-        keys = [token_keys(column) for column in features]  # before the model may change the features
+        if (decorator := matryoshka_forward(self.model)) is not None:
+            return self._at_width(decorator, features)
+        batch = self._batch(features)
         embeddings = embed_columns(self.model, features)
         size = self.micro_batch_size or len(embeddings[0])
         starts = range(0, len(embeddings[0]), size)
-        losses = [self.compute_loss_from_embeddings(_slice(embeddings, i, size), labels, _slice(keys, i, size)) for i in starts]
+        losses = [self.compute_loss_from_embeddings(_slice(embeddings, i, size), labels, batch.part(i, size)) for i in starts]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
+    def _begin(self) -> None:
+        if self.model.training and torch.is_grad_enabled():
+            from contaccum.adapters.plain_trainer import join_training  # which knows this class
+
+            join_training(self)
+        self._refuse_several_layers()
+
     def _refuse_several_layers(self) -> None:
-        """Each call in training enters the bank. (Of several widths the bank itself would say so.)"""
-        replaced = vars(self.model).get("forward")
-        if self.criterion.bank.size and self.model.training and type(replaced).__module__.endswith(".adaptive_layer"):
+        """In a loop of your own; a trainer's are refused when it begins."""
+        if self.criterion.bank.size and self.model.training and takes_several_layers(self.model):
             raise ValueError("AdaptiveLayerLoss takes its loss of several layers, and the bank would hold vectors of all; use bank_size=0")
 
+    def _batch(self, features: list[dict[str, Tensor]], at_once: int = TEXTS_AT_ONCE) -> Batch:
+        """What is known of the texts before the model may change the features."""
+        guide = None if self.guide is None else self.guide.embed(features, at_once)
+        return Batch([token_keys(column) for column in features], guide)
+
+    def _at_width(self, decorator: Any, features: list[dict[str, Tensor]]) -> Tensor:
+        """One of the calls of `MatryoshkaLoss`, which has decorated the model: all of a micro-batch share its vectors and enter it once."""
+        if decorator not in self._whole:
+            batch = self._batch(features)
+            embeddings = embed_undecorated(self.model, features)
+            self._whole[decorator] = embeddings, replace(batch, whole=self._whole_vectors(embeddings, batch))
+        embeddings, batch = self._whole[decorator]
+        return self.compute_loss_from_embeddings([shrunk(column, decorator.dim) for column in embeddings], keys=batch)
+
+    def _whole_vectors(self, embeddings: list[Tensor], batch: Batch) -> WholeVectors:
+        self.criterion.train(self.model.training)
+        return self.criterion.whole(*self._gathered([column.detach() for column in embeddings], batch))
+
     def compute_loss_from_embeddings(
-        self, embeddings: list[Tensor], labels: Tensor | None = None, keys: list[Tensor | None] | None = None
+        self, embeddings: list[Tensor], labels: Tensor | None = None, keys: Batch | list[Tensor | None] | None = None
     ) -> Tensor:
         """The loss of one micro-batch from the embeddings of its columns: queries, positives, then hard negatives."""
+        batch = keys if isinstance(keys, Batch) else Batch(keys or [None] * len(embeddings))
+        self.criterion.train(self.model.training)
+        loss: Tensor = self.criterion(*self._gathered(embeddings, batch), whole=batch.whole)
+        return loss
+
+    def _gathered(self, embeddings: list[Tensor], batch: Batch) -> tuple[Any, ...]:
+        """The criterion's arguments, of all processes where this loss gathers."""
+        keys, guide = batch.keys, batch.guide
         if self.gather_across_devices and dist.is_available() and dist.is_initialized():
             # Each column apart: a gathered block of positives and negatives would be cut in the wrong place. Every process then computes
             # the loss of the whole micro-batch; gather sums the gradients of all and the trainer's average divides them again.
             embeddings = [all_gather_with_grad(column) for column in embeddings]
-            keys = None if keys is None else [None if column is None else all_gather(column) for column in keys]
+            keys = [None if column is None else all_gather(column) for column in keys]
+            guide = None if guide is None else [all_gather(column) for column in guide]
         queries, positives, *negatives = embeddings
-        query_keys, *passage_keys = keys or [None] * len(embeddings)
-        self.criterion.train(self.model.training)
-        loss: Tensor = self.criterion(
+        query_keys, *passage_keys = keys
+        return (
             queries,
             positives,
             torch.stack(negatives, dim=1) if negatives else None,
-            query_keys=query_keys,
-            passage_keys=torch.stack([k for k in passage_keys if k is not None], dim=1) if None not in passage_keys else None,
+            query_keys,
+            torch.stack([k for k in passage_keys if k is not None], dim=1) if None not in passage_keys else None,
+            None if guide is None else (guide[0], torch.stack(guide[1:], dim=1)),
         )
-        return loss
 
     def get_config_dict(self) -> dict[str, Any]:
         criterion = self.criterion
@@ -126,6 +205,8 @@ class ContAccumLoss(nn.Module):
             "scale": self.scale,
             "similarity_fct": self.similarity_fct.__name__,
             "gather_across_devices": self.gather_across_devices,
+            **{name: getattr(criterion.how, name) for name in _COMPARISON},
+            "guide": None if self.guide is None else self.guide.name,
             "micro_batch_size": self.micro_batch_size,
             "bank_size": criterion.bank.size,
             "query_bank_size": criterion.bank.query_size,
@@ -156,26 +237,54 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         scale: float = 20.0,
         similarity_fct: Callable[[Tensor, Tensor], Tensor] = cos_sim,
         mini_batch_size: int = 32,
-        *,
+        mini_batch_num_tokens: int | None = None,
+        gather_across_devices: bool = False,
+        directions: Sequence[str] = ("query_to_doc",),
+        partition_mode: str = "joint",
         show_progress_bar: bool = False,
+        hardness_mode: str | None = None,
+        hardness_strength: float = 0.0,
         **kwargs: Any,
     ) -> None:
         if has_static_embedding_input(model):
             raise ValueError("CachedContAccumLoss cannot split the inputs of a StaticEmbedding model; use ContAccumLoss")
         if whole_number("mini_batch_size", mini_batch_size) < 1:
             raise ValueError(f"mini_batch_size={mini_batch_size} must be at least 1")
-        super().__init__(model, scale, similarity_fct, **kwargs)
+        if mini_batch_num_tokens is not None and whole_number("mini_batch_num_tokens", mini_batch_num_tokens) < 1:
+            raise ValueError(f"mini_batch_num_tokens={mini_batch_num_tokens} must be at least 1, or None to count samples")
+        compared = (directions, partition_mode, hardness_mode, hardness_strength)
+        super().__init__(model, scale, similarity_fct, gather_across_devices, *compared, **kwargs)
         if self.micro_batch_size is not None:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} would cut the batch that GradCache keeps whole; use None")
         self.mini_batch_size = mini_batch_size
+        self.mini_batch_num_tokens = mini_batch_num_tokens
         self.show_progress_bar = show_progress_bar
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
-        self._refuse_several_layers()
+        self._begin()
         features = _columns(sentence_features)
-        keys = [token_keys(column) for column in features]
-        carried: Any = keys  # what the mixin calls labels is handed to calculate_loss untouched
-        return self.forward_cached(features, carried)
+        batch: Any = self._batch(features, self.mini_batch_size)  # what the mixin calls labels is handed to calculate_loss untouched
+        with self._whole_first():
+            return self.forward_cached(features, batch)
+
+    @contextmanager
+    def _whole_first(self) -> Iterator[None]:
+        """Where `MatryoshkaLoss` has decorated `calculate_loss`, it is called with the whole vectors first."""
+        decorated = vars(self).get("calculate_loss")
+        if decorated is None:
+            yield
+            return
+
+        def with_whole(reps: list[list[Tensor]], labels: Any = None, **kwargs: Any) -> Tensor:
+            whole = self._whole_vectors([torch.cat(column) for column in reps], labels)
+            loss: Tensor = decorated(reps, replace(labels, whole=whole), **kwargs)
+            return loss
+
+        self.calculate_loss = with_whole  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.calculate_loss = decorated  # type: ignore[method-assign]
 
     def calculate_loss(self, reps: list[list[Tensor]], labels: Any = None, *, with_backward: bool = False) -> Tensor:
         loss = self.compute_loss_from_embeddings([torch.cat(column) for column in reps], keys=labels)
@@ -185,7 +294,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
         return loss
 
     def get_config_dict(self) -> dict[str, Any]:
-        return {**super().get_config_dict(), "mini_batch_size": self.mini_batch_size}
+        return {**super().get_config_dict(), "mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
 
 
 def _slice(columns: list[Any], start: int, size: int) -> list[Any]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sized
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from datasets import DatasetDict
 from sentence_transformers import SentenceTransformerTrainer
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum.adapters.checkpoint_folders import checkpoint_folder, is_complete, last_complete_checkpoint, resumed_folder
+from contaccum.adapters.combinations import refuse_combinations
+from contaccum.adapters.data_sets import BankSizes, Losses, bank_losses, rows_by_data_set, served_by
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.common.errors import CheckpointError
 from contaccum.common.outputs import whole_path
-from contaccum.core.bank_size import auto_bank
 
 STATE_NAME = "contaccum_state"
 
@@ -79,57 +80,76 @@ def _loss_scale(optimizer: Any) -> float | None:
 class ContAccumCallback(SkippedSteps):
     """Keeps the banks of a loss (or of several, or of one inside another) in step with a `SentenceTransformerTrainer`.
 
-    1. Training begins: banks are reset, and those of automatic size get it; or they are read from the checkpoint that is resumed.
+    1. Training begins: banks are reset, and those of automatic size get it; or they are read from the checkpoint that is resumed. A loss
+       that serves several data sets has a bank for each.
     2. An optimizer update ends: `after_update` with its learning rate over the peak one. A step skipped for overflow changed no
        weights and does not count.
     3. A checkpoint is saved: banks are written into it, one file per process where they differ.
     """
 
-    def __init__(self, loss: nn.Module | dict[str, nn.Module], checkpoint: str | None = None) -> None:
+    told_data_sets = False  # whether `select_banks` is called with the data set of every batch
+
+    def __init__(self, loss: Losses, checkpoint: str | None = None) -> None:
         self.loss = loss
         self.checkpoint = checkpoint  # the folder that is resumed, where it is not output_dir/checkpoint-N
+        self.shared: dict[ContAccumLoss, list[str]] = {}  # losses that serve several data sets, with their names
+        self.saved: Path | None = None  # the checkpoint that has been written last
+        self.saves = _rank() == 0  # whether this process writes what is the same for all: one of each node where save_on_each_node
+        self.joined: WeakSet[ContAccumLoss] = WeakSet()  # losses that have met their trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        refuse_combinations(self.loss)
+        self.saved, self.saves = None, args.should_save
+        loader = kwargs.get("train_dataloader")
+        self.shared = self._shared_banks(args, rows_by_data_set(loader))
         if state.global_step == 0:
+            sizes = BankSizes(self.loss, args, state, loader)
             for loss in bank_losses(self.loss):
-                loss.criterion.reset()
-                if loss.criterion.auto_bank:
-                    loss.criterion.resize_bank(self._bank_size(loss, args, state, kwargs.get("train_dataloader")))
+                self._start(loss, sizes, served_by(loss, self.loss, rows_by_data_set(loader)))
         else:
             self.load(Path(self.checkpoint) if self.checkpoint else resumed_folder(args, state))
         self._correct_card(getattr(kwargs.get("model"), "model_card_data", None))
+
+    def _start(self, loss: ContAccumLoss, sizes: BankSizes, data_sets: list[str]) -> None:
+        """Empty banks: one, or one for each data set that the loss serves."""
+        loss.criterion.reset()
+        for name in self.shared.get(loss, [""]):
+            loss.criterion.use_bank(name)
+            if loss.criterion.auto_bank:
+                loss.criterion.resize_bank(sizes.of(loss, [name] if name else data_sets))
+
+    def _shared_banks(self, args: TrainingArguments, rows: dict[str, int]) -> dict[ContAccumLoss, list[str]]:
+        """The losses that serve several data sets, with their names. ValueError where their banks could not be kept apart."""
+        shared: dict[ContAccumLoss, list[str]] = {}
+        for loss in bank_losses(self.loss):
+            names = served_by(loss, self.loss, rows)
+            if not loss.criterion.bank.size or len(rows) < 2:
+                continue
+            if loss.gather_across_devices and args.world_size > 1:
+                raise ValueError(
+                    "gather_across_devices=True would mix data sets: at one step each process may have a batch of another one; "
+                    "use gather_across_devices=False, or concatenate the data sets"
+                )
+            if len(names) > 1 and self.told_data_sets:
+                shared[loss] = names
+        return shared
+
+    def select_banks(self, data_set: str) -> None:
+        """A batch of this data set comes next."""
+        for loss, names in self.shared.items():
+            if data_set in names:
+                loss.criterion.use_bank(data_set)
 
     def _correct_card(self, card: Any) -> None:
         """A model card got the losses' options when the trainer was made, before banks of automatic size had theirs."""
         for dataset in [] if card is None else [*card.train_datasets, *card.eval_datasets]:
             loss = self.loss.get(dataset.get("name")) if isinstance(self.loss, dict) else self.loss
             if loss is not None:
+                self.select_banks(dataset.get("name"))
                 no_data = SimpleNamespace(column_names=[])  # what the card says of the loss alone
                 entry = card.compute_dataset_metrics(no_data, {}, loss)["loss"]
                 if dataset.get("loss", entry)["fullname"] == entry["fullname"]:  # else a data set of another loss
                     dataset["loss"] = entry
-
-    def _bank_size(self, loss: ContAccumLoss, args: TrainingArguments, state: TrainerState, loader: Any) -> int:
-        """`auto_bank` of what enters this bank: of all processes if it gathers, and of several losses its share."""
-        batch = state.train_batch_size or args.train_batch_size
-        processes = args.world_size if loss.gather_across_devices else 1
-        rows, share = self._rows_and_share(loss, args, getattr(loader, "dataset", None))
-        n_total = max(1, round(batch * args.gradient_accumulation_steps * processes * share))
-        rows = None if rows is None else rows * processes // args.world_size
-        return auto_bank(n_total, (loss.micro_batch_size or batch) * processes, rows)
-
-    def _rows_and_share(self, loss: ContAccumLoss, args: TrainingArguments, data: Any) -> tuple[int | None, float]:
-        """Training rows of this loss, where they are known, and its share of the micro-batches."""
-        rows = len(data) if isinstance(data, Sized) else None
-        if not isinstance(self.loss, dict):
-            return rows, 1.0
-        by_name = {part[0]["dataset_name"]: len(part) for part in getattr(data, "datasets", [])}
-        if not by_name:
-            losses = len({id(part) for part in self.loss.values()})
-            return (None if rows is None else rows // losses), 1 / losses
-        mine = [by_name[name] for name, part in self.loss.items() if name in by_name and loss in part.modules()]
-        in_turn = getattr(getattr(args, "multi_dataset_batch_sampler", None), "value", None) == "round_robin"
-        return sum(mine), len(mine) / len(by_name) if in_turn else sum(mine) / sum(by_name.values())
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
@@ -143,13 +163,20 @@ class ContAccumCallback(SkippedSteps):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = checkpoint_folder(args, state)
-        if not self._file(folder).exists():
+        if self.saved != folder:
             self.before_checkpoint(folder)
 
     def before_checkpoint(self, folder: Path) -> None:
-        if self._file(folder) != folder / f"{STATE_NAME}.pt" or _rank() == 0:
-            with whole_path(self._file(folder)) as part:
+        """Write the banks, and remove those of an earlier run by another number of processes."""
+        file, self.saved = self._file(folder), folder
+        if file.name != f"{STATE_NAME}.pt" or self.saves:
+            with whole_path(file) as part:
                 torch.save([loss.criterion.state_dict() for loss in bank_losses(self.loss)], part)
+        if self.saves:
+            current = {f"{STATE_NAME}_{rank}.pt" for rank in range(_world_size())} if file.name != f"{STATE_NAME}.pt" else {file.name}
+            for other in folder.glob(f"{STATE_NAME}*.pt"):
+                if other.name not in current:
+                    other.unlink(missing_ok=True)
 
     def load(self, folder: Path) -> None:
         file = self._file(folder)
@@ -184,6 +211,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.bank_callback = ContAccumCallback(self.loss)
+        self.bank_callback.told_data_sets = True
         self.add_callback(self.bank_callback)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +223,15 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         self.bank_callback.loss = self.loss
         self.bank_callback.checkpoint = resume_from_checkpoint or None
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def should_dataset_name_column_be_added(self, dataset: Any, args: Any, loss: Losses) -> bool:
+        """Of several data sets always: a loss may keep a bank for each."""
+        return isinstance(dataset, DatasetDict) or bool(super().should_dataset_name_column_be_added(dataset, args, loss))
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if "dataset_name" in inputs:
+            self.bank_callback.select_banks(inputs["dataset_name"])
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = checkpoint_folder(self.args, self.state)
@@ -214,12 +251,6 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if isinstance(callback, BeforeCheckpoint):
                 callback.before_checkpoint(Path(output_dir))
         self.accelerator.wait_for_everyone()
-
-
-def bank_losses(loss: nn.Module | dict[str, nn.Module]) -> Iterator[ContAccumLoss]:
-    """Each once, also where one serves several data sets."""
-    found = [m for part in (loss.values() if isinstance(loss, dict) else [loss]) for m in part.modules() if isinstance(m, ContAccumLoss)]
-    yield from dict.fromkeys(found)
 
 
 def _rank() -> int:

@@ -1,21 +1,25 @@
 """The dual memory bank: past queries and passages, first in, first out, with all that a run needs to resume in `state_dict`.
 
-`DualBank` counts tuples and lets them enter. How they are read back is what its two kinds differ in:
+`DualBank` counts tuples and lets them enter. How they are read back is what its kinds differ in:
 
 - `contaccum.core.stored_bank.StoredBank` reads vectors as they were stored. Scores between them never change, so a table keeps their sums.
+- `contaccum.core.direct_bank.DirectBank` does so too, and computes those scores each time: for comparisons that no table is kept of.
 - `contaccum.core.corrected_bank.CorrectedBank` reads them with the present mean of their tower, and computes those scores each time.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
+from contaccum.core.comparison import Comparison
 from contaccum.core.finite import Finite
 from contaccum.core.infonce import Blocks, Columns, Gradients, Past, Rows
 from contaccum.core.rings import Rings
@@ -39,7 +43,7 @@ class DualBank(Rings, ABC):
     at the next use of the bank, one micro-step later, when it has long arrived; the device never drains its queue for it.
     """
 
-    def __init__(self, size: int, query_size: int | None = None, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, size: int, query_size: int | None = None, how: Comparison | None = None, dtype: torch.dtype | None = None) -> None:
         query_size = size if query_size is None else query_size
         if size < 0:
             raise ValueError(f"bank_size={size} is negative; use 0 for no bank")
@@ -50,7 +54,7 @@ class DualBank(Rings, ABC):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"bank_dtype={dtype!r} cannot hold vectors; use torch.float32 or torch.bfloat16")
         super().__init__(size, query_size, dtype)
-        self.scale = scale
+        self.how = how or Comparison()
         self.use_queries = True  # False: the query bank is switched off for good, passages go on
         self.arrivals: Arrivals | None = None
         self._count = 0
@@ -58,12 +62,16 @@ class DualBank(Rings, ABC):
     # What the kinds differ in --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def read(self, rows: Rows, columns: Columns, past_rows: Rows, past_columns: Columns) -> Past:
-        """The stored `past_rows` and `past_columns` as the micro-batch `rows`, `columns` is compared with them."""
+    def read(self, rows: Rows, columns: Columns, past_rows: Rows, past_columns: Columns, width: int | None) -> Past:
+        """The stored `past_rows` and `past_columns` as the micro-batch `rows`, `columns` is compared with them, cut to `width`."""
 
     @abstractmethod
-    def arriving(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks) -> Arrivals:
+    def arriving(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks | None) -> Arrivals:
         """A micro-batch made ready to be stored."""
+
+    def rescale(self, how: Comparison) -> None:
+        """Go on with another scale."""
+        self.how = how
 
     def write(self, new: Arrivals, count: int) -> None:
         """Store it as the newest of `count` tuples. Cut short, this can be called again: it writes the same once more."""
@@ -121,10 +129,40 @@ class DualBank(Rings, ABC):
         """Queries that are held and used."""
         return min(self._count, self.query_size) if self.use_queries else 0
 
-    def past(self, rows: Rows, columns: Columns) -> Past | None:
-        """The bank as a prepared micro-batch sees it, or None while it is empty. Views, not copies: use before the next `push`."""
+    def past(self, rows: Rows, columns: Columns, width: int | None = None) -> Past | None:
+        """The bank as a prepared micro-batch sees it, or None while it is empty. Views, not copies: use before the next `push`.
+
+        With a `width` vectors are cut to it and scaled to unit length.
+        """
         m, r = len(self), self.filled_rows
-        return None if m == 0 else self.read(rows, columns, self.rows(0, r), self.columns(0, m))
+        return None if m == 0 else self.read(rows, columns, self.rows(0, r), self.columns(0, m), width)
+
+    def compared(self, rows: Rows, columns: Columns, width: int | None = None) -> Past:
+        """Bank rows over bank columns, their scores computed now."""
+        rows, columns = self._with_positives(rows, columns)
+        if width is not None:
+            columns = replace(columns, passages=_cut(columns.passages, width))
+            rows = replace(rows, queries=_cut(rows.queries, width), positives=_cut(rows.positives, width))
+        assert rows.positives is not None
+        positive_scores = (rows.queries * rows.positives).sum(1).mul_(self.how.scale)
+        return Past(rows, columns, self.how.constants(rows, columns), positive_scores)
+
+    def _with_positives(self, rows: Rows, columns: Columns) -> tuple[Rows, Columns]:
+        """In computing precision, each row with its own positive."""
+        dtype = torch.promote_types(rows.queries.dtype, torch.float32)
+        columns = replace(columns, passages=columns.passages.to(dtype))
+        slots: Tensor | slice = slice(len(rows)) if self.query_size == self.size else rows.ids % self.size
+        guide = None if columns.guide is None else columns.guide[:, 0][slots]
+        return replace(rows, queries=rows.queries.to(dtype), positives=columns.passages[:, 0][slots], guide_positives=guide), columns
+
+    @contextmanager
+    def without_arrivals(self) -> Iterator[None]:
+        """Inside, the micro-batch that waits does not enter."""
+        held, self.arrivals = self.arrivals, None
+        try:
+            yield
+        finally:
+            self.arrivals = held
 
     def _oldest_first(self, name: str, capacity: int) -> Tensor:
         filled = min(self.count, capacity)
@@ -139,8 +177,8 @@ class DualBank(Rings, ABC):
         self.admit_arrivals()
         super().prepare(rows, columns)
 
-    def push(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks) -> None:
-        """Let a prepared micro-batch enter and the oldest leave. `past` and `blocks` are what its loss was computed from."""
+    def push(self, rows: Rows, columns: Columns, past: Past | None = None, blocks: Blocks | None = None) -> None:
+        """Let a prepared micro-batch enter and the oldest leave. `past` and `blocks` are what its loss was computed from, at full width."""
         with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
             self.arrivals = self.arriving(rows, columns, past, blocks)
 
@@ -197,3 +235,8 @@ class DualBank(Rings, ABC):
                 "use the sizes it was saved with"
             )
         self.arrivals, self._count, self.use_queries = None, state["count"], state["use_queries"]
+
+
+def _cut(vectors: Tensor | None, width: int) -> Tensor:
+    assert vectors is not None
+    return normalize(vectors[..., :width], dim=-1)

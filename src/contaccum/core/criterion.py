@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from numbers import Integral
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,31 +12,17 @@ from torch import Tensor, nn
 
 from contaccum.core.bank import DualBank
 from contaccum.core.bank_size import AUTO_BANK
+from contaccum.core.checks import check_comparison, check_guide, check_micro_batch, check_scale, one_of, tuples, update_number, whole_number
+from contaccum.core.comparison import Comparison, general_infonce
 from contaccum.core.corrected_bank import CorrectedBank
+from contaccum.core.direct_bank import DirectBank
 from contaccum.core.drift import CORRECTIONS, resolve_correction
 from contaccum.core.infonce import GRADIENT_SCALES, Blocks, Columns, Gradients, Past, Rows, dual_bank_infonce, unit_vectors, with_gradients
+from contaccum.core.micro_batch import MicroStep, WholeVectors, as_tuples
 from contaccum.core.stored_bank import StoredBank
 
 SIMILARITIES = ("dot", "cosine")
-BANK_DEPENDS_ON = ("scale", "similarity", "drift_correction")  # a saved bank fits a loss where these are equal
-
-
-@dataclass(frozen=True)
-class MicroStep:
-    """What a training micro-step was computed from, for whoever watches it. Views: copy what is kept."""
-
-    rows: Rows
-    columns: Columns
-    past: Past | None
-    blocks: Blocks
-    loss: Tensor  # detached
-    ages: Tensor | None = None  # (m,) of the bank's tuples, in the order of past.columns
-
-    @property
-    def negatives_per_query(self) -> int:
-        """Columns that a current query is compared with, its positive apart (masked duplicates included)."""
-        banked = 0 if self.past is None else self.past.columns.passages.shape[0] * self.past.columns.passages.shape[1]
-        return self.columns.passages.shape[0] * self.columns.passages.shape[1] + banked - 1
+COMPARED_BY = ("directions", "hardness_mode", "hardness_strength", "margin")
 
 
 class DualBankInfoNCE(nn.Module):
@@ -70,6 +55,11 @@ class DualBankInfoNCE(nn.Module):
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
+        comparison: options of `contaccum.core.comparison.Comparison`: directions, harder negatives, negatives that are left out. Other
+            than its defaults cost O(bank_size^2) per micro-step, and "auto" is "mean" with other directions.
+
+    Several data sets whose passages must not be each other's negatives have a bank each: `use_bank(name)` before a micro-batch of that data
+    set. `bank` is the one in use, all have the same options.
 
     `observers` are called with a `MicroStep` after each training micro-step, before the micro-batch enters the bank.
     """
@@ -88,32 +78,60 @@ class DualBankInfoNCE(nn.Module):
         start_update: int = 0,
         query_bank_stop_update: int | None = None,
         bank_dtype: torch.dtype | None = None,
+        **comparison: Any,
     ) -> None:
         super().__init__()
         one_of("similarity", similarity, SIMILARITIES)
         one_of("gradient_scale", gradient_scale, GRADIENT_SCALES)
-        if isinstance(scale, Tensor):
-            raise ValueError("scale must be a number: scores between bank entries are kept, so a learnable scale cannot reach them")
-        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"scale={scale!r} must be a positive number; use 1.0 for dot and 20.0 for cosine")
         if drift_correction is not None:
             one_of("drift_correction", drift_correction, CORRECTIONS, "or None for the paper's way")
         self.auto_bank = bank_size == "auto"
-        size = AUTO_BANK if self.auto_bank else _tuples("bank_size", bank_size)
-        self.scale = float(scale)
+        size = AUTO_BANK if self.auto_bank else tuples("bank_size", bank_size)
+        check_scale(scale)
+        self.how = Comparison(float(scale), **comparison)
+        check_comparison(self.how)
         self.similarity = similarity
         self.clear_after_update = clear_after_update
         self.cache_hard_negatives = cache_hard_negatives
         self.mask_duplicates = mask_duplicates
         self.gradient_scale = gradient_scale
-        self.start_update = _update("start_update", start_update)
-        self.query_bank_stop_update = None if query_bank_stop_update is None else _update("query_bank_stop_update", query_bank_stop_update)
-        self.drift_correction = resolve_correction(drift_correction, past_vectors=size > 0 and not clear_after_update)
+        self.start_update = update_number("start_update", start_update)
+        stop = query_bank_stop_update
+        self.query_bank_stop_update = None if stop is None else update_number("query_bank_stop_update", stop)
+        one_direction, past_vectors = len(self.how.directions) == 1, size > 0 and not clear_after_update
+        self.drift_correction = resolve_correction(drift_correction, past_vectors, one_direction)
         self._query_bank_size = None if query_bank_size is None else whole_number("query_bank_size", query_bank_size)
         self._bank_dtype = bank_dtype
-        self.bank = self._empty_bank(size)
+        self.banks = nn.ModuleList([self._empty_bank(size)])
+        self.bank_names = [""]  # of each of them: the first needs no name
+        self._selected = 0
         self.updates = 0
         self.observers: list[Callable[[MicroStep], None]] = []
+
+    @property
+    def scale(self) -> float:
+        return self.how.scale
+
+    @scale.setter
+    def scale(self, scale: float) -> None:
+        """What the bank keeps of scores is computed again."""
+        check_scale(scale)
+        self.how = replace(self.how, scale=float(scale))
+        for bank in self._all_banks():
+            bank.rescale(self.how)
+
+    @property
+    def bank(self) -> DualBank:
+        """The bank in use."""
+        bank: DualBank = self.banks[self._selected]  # type: ignore[assignment]
+        return bank
+
+    def use_bank(self, name: str = "") -> None:
+        """Go on with the bank of this name, an empty one where there is none yet."""
+        if name not in self.bank_names:
+            self.bank_names.append(name)
+            self.banks.append(self._empty_bank(self._all_banks()[0].size))
+        self._selected = self.bank_names.index(name)
 
     def forward(
         self,
@@ -122,33 +140,102 @@ class DualBankInfoNCE(nn.Module):
         negatives: Tensor | None = None,
         query_keys: Tensor | None = None,
         passage_keys: Tensor | None = None,
+        guide: tuple[Tensor, Tensor] | None = None,
+        whole: WholeVectors | None = None,
     ) -> Tensor:
-        """Loss of a micro-batch: (n, d), (n, d), (n, h, d); keys int64 (n,), (n, 1 + h). Vectors of half precision give a float32 loss."""
+        """Loss of a micro-batch: (n, d), (n, d), (n, h, d); keys int64 (n,), (n, 1 + h). Vectors of half precision give a float32 loss.
+
+        `guide`: a guide model's vectors of the same texts, (n, g) and (n, 1 + h, g). `whole`: the micro-batch at full width, of which these
+        vectors are a cut (see `whole`); keys and guide are then its own.
+        """
         check_micro_batch(queries, positives, negatives, query_keys, passage_keys)
+        check_guide(guide, queries, negatives, self.how)
         queries, passages = self._vectors(queries, positives, negatives)
-        if self._uses_bank():
-            loss, gradients = self._banked(queries, passages, query_keys, passage_keys)
+        banked, vectors = self._uses_bank(), (queries.detach(), passages.detach())
+        first = self.bank.count if banked and whole is None else 0
+        tuples = self._tuples(vectors, query_keys, passage_keys, guide, first) if whole is None else whole.cut_to(*vectors)
+        if not banked:
+            loss, gradients = self._in_batch(whole, *tuples)
+        elif whole is None:
+            loss, gradients = self._banked(*tuples)
         else:
-            rows, columns = self._tuples(queries, passages, query_keys, passage_keys, first=0)
-            loss, gradients, blocks = dual_bank_infonce(rows, columns, None, self.scale, self.gradient_scale)
-            if self.training and torch.is_grad_enabled():
-                self._notify(MicroStep(rows, columns, None, blocks, loss))
+            loss, gradients = self._banked_cut(whole, *tuples)
         return with_gradients(loss, gradients, queries, passages)
 
-    def _banked(
-        self, queries: Tensor, passages: Tensor, query_keys: Tensor | None, passage_keys: Tensor | None
-    ) -> tuple[Tensor, Gradients]:
+    def whole(
+        self,
+        queries: Tensor,
+        positives: Tensor,
+        negatives: Tensor | None = None,
+        query_keys: Tensor | None = None,
+        passage_keys: Tensor | None = None,
+        guide: tuple[Tensor, Tensor] | None = None,
+    ) -> WholeVectors:
+        """A micro-batch whose loss is taken at several widths, one call each: `criterion(cut queries, ..., whole=this)`.
+
+        Its vectors enter the bank at the first of them, scaled to unit length, and are seen by later micro-batches. Each call reads the
+        bank cut to its width and scaled to unit length: with drift correction after the means were added.
+        """
+        check_micro_batch(queries, positives, negatives, query_keys, passage_keys)
+        check_guide(guide, queries, negatives, self.how)
+        queries, passages = self._vectors(queries, positives, negatives)
+        first = self.bank.count if self._uses_bank() else 0
+        vectors = unit_vectors(queries.detach()), unit_vectors(passages.detach())
+        return WholeVectors(*self._tuples(vectors, query_keys, passage_keys, guide, first))
+
+    def _in_batch(self, whole: WholeVectors | None, rows: Rows, columns: Columns) -> tuple[Tensor, Gradients]:
+        loss, gradients, blocks = self._loss(rows, columns, None)
+        if self.training and torch.is_grad_enabled() and not (whole and whole.entered):
+            self._notify(MicroStep(rows, columns, None, blocks, loss))
+        if whole is not None:
+            whole.entered = True  # nothing does, but observers have been called
+        return loss, gradients
+
+    def _banked(self, rows: Rows, columns: Columns) -> tuple[Tensor, Gradients]:
         """Loss over micro-batch and bank; then the micro-batch enters the bank."""
-        self.bank.use_queries = self.query_bank_stop_update is None or self.updates < self.query_bank_stop_update
-        rows, columns = self._tuples(queries, passages, query_keys, passage_keys, first=self.bank.count)
-        banked = columns if self.cache_hard_negatives else columns.positives_only()
-        self.bank.prepare(rows, banked)
+        banked = self._prepared(rows, columns)
         past = self.bank.past(rows, banked)
-        loss, gradients, blocks = dual_bank_infonce(rows, columns, past, self.scale, self.gradient_scale)
-        self.bank.adjust(gradients)
-        self._notify(MicroStep(rows, columns, past, blocks, loss, None if past is None else self.bank.ages_by_slot))
+        loss, gradients, blocks = self._seen(rows, columns, past)
         self.bank.push(rows, banked, past, blocks)
         return loss, gradients
+
+    def _banked_cut(self, whole: WholeVectors, rows: Rows, columns: Columns) -> tuple[Tensor, Gradients]:
+        """The same at a width of several: only the first lets the micro-batch enter, and none reads it."""
+        width = rows.queries.shape[1]
+        if whole.entered:
+            with self.bank.without_arrivals():
+                past = self.bank.past(whole.rows, self._to_bank(whole.columns), width)
+                loss, gradients, _ = self._loss(rows, columns, past)
+                self.bank.adjust(gradients)
+                return loss, gradients
+        banked = self._prepared(whole.rows, whole.columns)
+        loss, gradients, _ = self._seen(rows, columns, self.bank.past(whole.rows, banked, width))
+        self.bank.push(whole.rows, banked)
+        whole.entered = True
+        return loss, gradients
+
+    def _prepared(self, rows: Rows, columns: Columns) -> Columns:
+        """What of a micro-batch will enter the bank, which is ready for it."""
+        self.bank.use_queries = self.query_bank_stop_update is None or self.updates < self.query_bank_stop_update
+        banked = self._to_bank(columns)
+        self.bank.prepare(rows, banked)
+        return banked
+
+    def _to_bank(self, columns: Columns) -> Columns:
+        return columns if self.cache_hard_negatives else columns.positives_only()
+
+    def _seen(self, rows: Rows, columns: Columns, past: Past | None) -> tuple[Tensor, Gradients, Blocks]:
+        """Loss and corrected gradients; observers are called."""
+        loss, gradients, blocks = self._loss(rows, columns, past)
+        self.bank.adjust(gradients)
+        ages = None if past is None else self.bank.ages_by_slot
+        self._notify(MicroStep(rows, columns, past, blocks, loss, ages, self.bank_names[self._selected]))
+        return loss, gradients, blocks
+
+    def _loss(self, rows: Rows, columns: Columns, past: Past | None) -> tuple[Tensor, Gradients, Blocks]:
+        if self.how.plain:
+            return dual_bank_infonce(rows, columns, past, self.scale, self.gradient_scale)
+        return general_infonce(rows, columns, past, self.how, self.gradient_scale)
 
     def _notify(self, step: MicroStep) -> None:
         for observer in self.observers:
@@ -162,30 +249,35 @@ class DualBankInfoNCE(nn.Module):
         if not (math.isfinite(lr_fraction) and lr_fraction >= 0):
             raise ValueError(f"lr_fraction={lr_fraction} must be a number of at least 0: the learning rate over its peak")
         self.updates += 1
-        if self.clear_after_update:
-            self.bank.clear()
-        else:
-            self.bank.after_update(lr_fraction)
+        for bank in self._all_banks():
+            if self.clear_after_update:
+                bank.clear()
+            else:
+                bank.after_update(lr_fraction)
 
     def reset(self) -> None:
-        """As new: no updates counted, no bank allocated."""
+        """As new: no updates counted, no bank allocated, none named."""
         self.updates = 0
+        self.banks, self.bank_names, self._selected = self.banks[:1], [""], 0
         self.bank.release()
 
     def resize_bank(self, size: int) -> None:
-        """Another `bank_size`, before anything has entered."""
+        """Another `bank_size` for the bank in use, before anything has entered."""
         if self.bank.count:
             raise ValueError(f"the bank holds {len(self.bank)} tuples and cannot become one of {size}; call reset() to start a new bank")
-        self.bank = self._empty_bank(size)
+        self.banks[self._selected] = self._empty_bank(size)
+
+    def _all_banks(self) -> list[DualBank]:
+        return list(self.banks)  # type: ignore[arg-type]
 
     def _empty_bank(self, size: int) -> DualBank:
         queries = self._query_bank_size
         if queries is not None and self.auto_bank:
             queries = min(queries, size)
         if self.drift_correction is None:
-            return StoredBank(size, queries, self.scale, self._bank_dtype)
+            return (StoredBank if self.how.plain else DirectBank)(size, queries, self.how, self._bank_dtype)
         unit, zero_sum = self.similarity == "cosine", self.drift_correction == "mean+zero-sum"
-        return CorrectedBank(size, queries, self.scale, self._bank_dtype, unit, zero_sum)
+        return CorrectedBank(size, queries, self.how, self._bank_dtype, unit, zero_sum)
 
     def _vectors(self, queries: Tensor, positives: Tensor, negatives: Tensor | None) -> tuple[Tensor, Tensor]:
         """(n, d) and (n, 1 + h, d) in computing precision, normalised for cosine; part of the autograd graph."""
@@ -198,34 +290,47 @@ class DualBankInfoNCE(nn.Module):
         return queries, passages
 
     def _tuples(
-        self, queries: Tensor, passages: Tensor, query_keys: Tensor | None, passage_keys: Tensor | None, first: int
+        self,
+        vectors: tuple[Tensor, Tensor],
+        query_keys: Tensor | None,
+        passage_keys: Tensor | None,
+        guide: tuple[Tensor, Tensor] | None,
+        first: int,
     ) -> tuple[Rows, Columns]:
-        queries, passages = queries.detach(), passages.detach()
-        ids = torch.arange(first, first + len(queries), device=queries.device)
-        if not self.mask_duplicates:
-            query_keys = passage_keys = None
-        positive_keys = None if passage_keys is None else passage_keys[:, 0]
-        return Rows(queries, ids, query_keys, positive_keys), Columns(passages, ids, query_keys, passage_keys)
+        keys = (query_keys, passage_keys) if self.mask_duplicates else (None, None)
+        return as_tuples(*vectors, *keys, guide, first)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A bank of automatic size becomes that of the state, before the bank loads its own part. What was kept must be of such a loss."""
+        """Banks get the names of the state, those of automatic size its sizes, before each loads its own part. What was kept must be of
+        such a loss."""
         settings = state_dict.get(f"{prefix}_extra_state", {})
-        for name in BANK_DEPENDS_ON:
-            if name in settings and settings[name] != getattr(self, name):
+        for name, value in self._bank_depends_on().items():
+            if name in settings and settings[name] != value:
                 raise ValueError(
-                    f"the saved bank is of {name}={settings[name]!r}, this loss has {name}={getattr(self, name)!r}; "
+                    f"the saved bank is of {name}={settings[name]!r}, this loss has {name}={value!r}; "
                     "use what it was saved with, or start again"
                 )
-        saved = state_dict.get(f"{prefix}bank._extra_state")
-        if self.auto_bank and saved is not None:
-            self.bank = self._empty_bank(saved["size"])
+        self._take_banks([state_dict.get(f"{prefix}banks.{i}._extra_state") for i in range(len(settings.get("bank_names", [])))])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _take_banks(self, saved: list[dict[str, Any] | None]) -> None:
+        """As many empty banks as were saved; of automatic size, each as large."""
+        sizes = [state["size"] if self.auto_bank and state is not None else self.banks[0].size for state in saved]
+        if saved:
+            self.banks, self._selected = nn.ModuleList([self._empty_bank(size) for size in sizes]), 0  # type: ignore[arg-type]
+
     def get_extra_state(self) -> dict[str, Any]:
-        return {"updates": self.updates, **{name: getattr(self, name) for name in BANK_DEPENDS_ON}}
+        return {"updates": self.updates, "bank_names": self.bank_names, **self._bank_depends_on()}
+
+    def _bank_depends_on(self) -> dict[str, Any]:
+        """A saved bank fits a loss where these are equal."""
+        dtype = None if self._bank_dtype in (None, torch.float32) else str(self._bank_dtype)
+        compared = {name: getattr(self.how, name) for name in COMPARED_BY}
+        own = {"scale": self.scale, "similarity": self.similarity, "drift_correction": self.drift_correction}
+        return {**own, "bank_dtype": dtype, **compared}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.updates = state["updates"]
+        self.updates, self.bank_names = state["updates"], list(state["bank_names"])
 
     def extra_repr(self) -> str:
         return (
@@ -233,56 +338,3 @@ class DualBankInfoNCE(nn.Module):
             f"gradient_scale={self.gradient_scale!r}, clear_after_update={self.clear_after_update}, "
             f"drift_correction={self.drift_correction!r}"
         )
-
-
-def check_micro_batch(
-    queries: Tensor, positives: Tensor, negatives: Tensor | None, query_keys: Tensor | None, passage_keys: Tensor | None
-) -> None:
-    """ValueError that names the first shape, type or device that does not fit."""
-    if queries.dim() != 2 or len(queries) == 0 or not queries.is_floating_point():
-        raise ValueError(f"queries must be floating-point vectors (n, d) with n > 0, not {_describe(queries)}")
-    n, d = queries.shape
-    if positives.shape != queries.shape:
-        raise ValueError(f"positives must be (n, d) = ({n}, {d}) as the queries are, not {_describe(positives)}")
-    if negatives is not None and (negatives.dim() != 3 or negatives.shape[0] != n or negatives.shape[2] != d):
-        raise ValueError(
-            f"negatives must be (n, h, d) = ({n}, h, {d}), not {_describe(negatives)}; stack the hard negatives of a query in dim 1"
-        )
-    h = 0 if negatives is None else negatives.shape[1]
-    _check_keys("query_keys", query_keys, (n,))
-    _check_keys("passage_keys", passage_keys, (n, 1 + h))
-    for name, tensor in (("positives", positives), ("negatives", negatives), ("query_keys", query_keys), ("passage_keys", passage_keys)):
-        if tensor is not None and tensor.device != queries.device:
-            raise ValueError(f"{name} lie on {tensor.device} but queries on {queries.device}; move them to one device")
-
-
-def _check_keys(name: str, keys: Tensor | None, shape: tuple[int, ...]) -> None:
-    if keys is not None and (tuple(keys.shape) != shape or keys.dtype != torch.int64):
-        raise ValueError(f"{name} must be int64 of shape {shape}: one key per text, not {_describe(keys)}")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-def one_of(name: str, value: str, choices: tuple[str, ...], more: str = "") -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join([*choices, more] if more else choices)}")
-
-
-def _tuples(name: str, value: int | str) -> int:
-    if isinstance(value, str):
-        raise ValueError(f'{name}={value!r} is not a number of tuples; give one, or "auto"')
-    return whole_number(name, value)
-
-
-def _update(name: str, value: int) -> int:
-    if whole_number(name, value) < 0:
-        raise ValueError(f"{name}={value} is negative; updates are counted from 0")
-    return int(value)
-
-
-def whole_number(name: str, value: Any) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} is not a whole number; give one")
-    return int(value)

@@ -15,7 +15,10 @@ whole batch these sum to zero, so nothing is lost. Those on the queries do not, 
 
 The common push is a running mean of these gradients over about 16 samples. The own mean of a smaller micro-step would be mostly noise, and
 that of a single passage its whole gradient; a mean over a whole update lags where weights move fast. A micro-step of 16 samples or more
-loses its own mean: its gradients sum to zero.
+loses its own mean: its gradients sum to zero. Vectors cut to several widths have a common push for each (`contaccum.core.common_push`).
+
+All this is about passages that answer queries. Where they ask as well (`doc_to_query`, `doc_to_doc`) or queries answer, the sum of the
+gradients on passages is a signal too, and "auto" is "mean".
 """
 
 from __future__ import annotations
@@ -31,19 +34,20 @@ from contaccum.core.rings import LazyBuffers, write_ring
 CORRECTIONS = ("auto", "mean+zero-sum", "mean")
 DEFAULT_WINDOW = 128  # samples, until the first update has ended
 MAX_WINDOW = 1024
-PUSH_WINDOW = 16  # samples that the mean of the passages' gradients is taken over, or a micro-batch where that is larger
 _COUNTERS = ("window", "largest_update", "count", "samples_in_update")
 
 
-def resolve_correction(correction: str | None, past_vectors: bool) -> str | None:
-    """`correction`, "auto" made "mean+zero-sum" where the bank holds vectors of older weights, else None: there nothing drifts.
+def resolve_correction(correction: str | None, past_vectors: bool, one_direction: bool = True) -> str | None:
+    """`correction`, "auto" made a name where the bank holds vectors of older weights, else None: there nothing drifts.
 
     A bank of passages alone (pre-batch negatives) needs it all the more: nothing cancels the common pull on the current passages from the
     start. Without banked queries it costs next to nothing.
     """
     if correction != "auto":
         return correction
-    return "mean+zero-sum" if past_vectors else None
+    if not past_vectors:
+        return None
+    return "mean+zero-sum" if one_direction else "mean"
 
 
 @dataclass(frozen=True)
@@ -61,22 +65,17 @@ class _MicroBatchMeans:
 
 
 class RunningMeans(LazyBuffers):
-    """Means of the queries, positives and hard negatives of the last `window` samples, and of the gradients on their passages."""
+    """Means of the queries, positives and hard negatives of the last `window` samples."""
 
     _recent: Tensor  # (MAX_WINDOW, 2 or 3, d): query, positive and, where there are any, mean hard negative of each sample
-    _common: Tensor | None  # (d,) running mean of the gradients on passages; None until the first of them has been added
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("_recent", None)
-        self.register_buffer("_common", None)
         self.clear()
 
     def clear(self) -> None:
         self._latest_means: _MicroBatchMeans | None = None
-        self._next_common: Tensor | None = None  # with the micro-batch that has not been added yet
-        if self._common is not None:
-            self._common.zero_()
         self.window = DEFAULT_WINDOW
         self.largest_update = 0
         self.count = 0
@@ -85,7 +84,6 @@ class RunningMeans(LazyBuffers):
     def release(self) -> None:
         self.clear()
         self.register_buffer("_recent", None)
-        self.register_buffer("_common", None)
 
     def present(self, queries: Tensor, passages: Tensor) -> tuple[Tensor, Tensor]:
         """Means over the last `window` samples, a micro-batch (n, d), (n, c, d) the newest of them: (d,) and (c, d).
@@ -117,19 +115,6 @@ class RunningMeans(LazyBuffers):
         mean = torch.cat(self._newest(self.window)).mean(0)
         return mean[0], _per_passage(mean, passages_per_tuple)
 
-    def balance(self, gradients: Tensor) -> None:
-        """Take their running mean, these included, off a micro-batch's gradients on passages (n, c, d), in place.
-
-        At first it is the mean of all so far, later one that forgets: n samples weigh n / `PUSH_WINDOW`. It is kept when the micro-batch
-        is added. Gradients that are not finite stay as they are and leave no trace in it.
-        """
-        n, own = len(gradients), gradients.mean((0, 1))
-        before = torch.zeros_like(own) if self._common is None else self._common
-        weight = min(1.0, n / min(self.count + n, PUSH_WINDOW))
-        finite = own.isfinite().all()  # stays on the device: nobody waits for it
-        self._next_common = torch.where(finite, before.lerp(own, weight), before)
-        gradients.sub_(self._next_common * finite)
-
     def add(self, queries: Tensor, passages: Tensor) -> None:
         latest, self._latest_means = self._latest_means, None
         new = latest.samples if latest is not None and latest.of(queries, passages) else _samples(queries, passages)
@@ -137,17 +122,7 @@ class RunningMeans(LazyBuffers):
             self._recent = new.new_zeros((MAX_WINDOW, *new.shape[1:]))
         kept, count = new[-MAX_WINDOW:], self.count + len(new)
         write_ring(self._recent, (count - len(kept)) % MAX_WINDOW, kept)
-        self._keep_common()
         self.count, self.samples_in_update = count, self.samples_in_update + len(new)
-
-    def _keep_common(self) -> None:
-        if self._next_common is None:
-            return
-        if self._common is None:
-            self._common = self._next_common
-        else:
-            self._common.copy_(self._next_common)
-        self._next_common = None
 
     def after_update(self) -> None:
         self.largest_update = max(self.largest_update, min(self.samples_in_update, MAX_WINDOW))

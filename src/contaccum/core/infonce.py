@@ -40,15 +40,16 @@ class Rows:
     ids: Tensor  # (r,) number of the tuple
     query_keys: Tensor | None = None  # (r,)
     positive_keys: Tensor | None = None  # (r,)
+    positives: Tensor | None = None  # (r, d) where the comparison asks for them
+    guide: Tensor | None = None  # (r, g) a guide's vectors of the queries
+    guide_positives: Tensor | None = None  # (r, g)
 
     def __len__(self) -> int:
         return len(self.queries)
 
     def part(self, start: int, stop: int) -> Rows:
-        part = slice(start, stop)
-        query_keys = None if self.query_keys is None else self.query_keys[part]
-        positive_keys = None if self.positive_keys is None else self.positive_keys[part]
-        return Rows(self.queries[part], self.ids[part], query_keys, positive_keys)
+        parts: dict[str, Any] = {name: None if value is None else value[start:stop] for name, value in vars(self).items()}
+        return Rows(**parts)
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,14 @@ class Columns:
     ids: Tensor  # (m,) number of the tuple
     query_keys: Tensor | None = None  # (m,)
     passage_keys: Tensor | None = None  # (m, c)
+    guide: Tensor | None = None  # (m, c, g) a guide's vectors of the passages
 
     def __len__(self) -> int:
         return len(self.passages)
 
     def positives_only(self) -> Columns:
         keys = None if self.passage_keys is None else self.passage_keys[:, :1]
-        return Columns(self.passages[:, :1], self.ids, self.query_keys, keys)
+        return Columns(self.passages[:, :1], self.ids, self.query_keys, keys, None if self.guide is None else self.guide[:, :1])
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Past:
 
     rows: Rows
     columns: Columns
-    log_sums: Tensor  # (r,) logsumexp of each bank row over all bank columns
+    log_sums: Tensor  # (r,) logsumexp of each bank row over all bank columns; (r, softmaxes) of a general comparison
     positive_scores: Tensor  # (r,) score of each bank row's positive
 
 
@@ -91,6 +93,7 @@ class Blocks:
     current_current: Tensor  # (n, n, c)
     current_bank: Tensor | None  # (n, m, c')
     bank_current: Tensor | None  # (r, n, c)
+    left_out: Tensor | None = None  # negatives of the current rows that were too similar, where they are looked for
 
 
 def duplicate_mask(rows: Rows, columns: Columns, share_tuples: bool = True) -> Tensor | None:
@@ -184,7 +187,7 @@ def naive_dual_bank_infonce(
     targets.append(len(columns) * c + own_tuple * c_past)
     loss_sum = torch.nn.functional.cross_entropy(torch.cat(scores), torch.cat(targets), reduction="sum")
     loss = loss_sum / (len(rows) + len(past_rows))
-    with_scale = loss_sum / _divisor(len(rows), len(past_rows), gradient_scale)
+    with_scale = loss_sum / divisor(len(rows), len(past_rows), gradient_scale)
     return loss.detach() + with_scale - with_scale.detach()  # the value of one, the gradients of the other
 
 
@@ -198,7 +201,7 @@ def dual_bank_infonce(
     with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
         blocks = _score_blocks(rows, columns, past, scale)
         n, r = len(rows), 0 if past is None else len(past.rows)
-        weight = scale / _divisor(n, r, gradient_scale)
+        weight = scale / divisor(n, r, gradient_scale)
 
         # Current rows: softmax over current, then banked columns.
         own = blocks.current_current.flatten(1)  # (n, n * c)
@@ -274,7 +277,7 @@ def _score_blocks(rows: Rows, columns: Columns, past: Past | None, scale: float)
     )
 
 
-def _divisor(n: int, r: int, gradient_scale: str) -> int:
+def divisor(n: int, r: int, gradient_scale: str) -> int:
     if gradient_scale not in GRADIENT_SCALES:
         raise ValueError(f"gradient_scale={gradient_scale!r} is unknown; choose one of {', '.join(GRADIENT_SCALES)}")
     return n + r if gradient_scale == "paper" else n

@@ -68,6 +68,12 @@ class LogSumTable(LazyBuffers):
             self.coarse[:rows, group] = self.fine[:rows].logsumexp(1)
             done += end - begin
 
+    def rebuild(self, rows: int, filled: int, rescore: Callable[[int, int], Tensor]) -> None:
+        """Sum all anew: the scores have changed."""
+        self.clear()  # the open group is opened again by the next column
+        for group, first in enumerate(range(0, filled, self.group_size)):
+            self.coarse[:rows, group] = rescore(first, min(first + self.group_size, filled)).logsumexp(1)
+
     def blank_rows(self, count: int) -> Tensor:
         """(count, slots) of -inf: rows over empty columns, to be filled and written. Has room for whole groups."""
         return self.coarse.new_full((count, self.groups * self.group_size), -torch.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -57,13 +58,15 @@ class Rings(LazyBuffers):
     _column_query_keys: Tensor | None  # (size,)
     _passage_keys: Tensor | None  # (size, c)
     _ages: Tensor  # (size,) in peak-lr updates
+    _guide_queries: Tensor | None  # (query_size, g) where there is a guide
+    _guide_passages: Tensor | None  # (size, c, g)
 
     def __init__(self, size: int, query_size: int, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.size, self.query_size, self.dtype = size, query_size, dtype
         for name in ("_queries", "_row_ids", "_row_query_keys", "_positive_keys"):
             self.register_buffer(name, None)
-        for name in ("_passages", "_column_ids", "_column_query_keys", "_passage_keys", "_ages"):
+        for name in ("_passages", "_column_ids", "_column_query_keys", "_passage_keys", "_ages", "_guide_queries", "_guide_passages"):
             self.register_buffer(name, None)
 
     @property
@@ -86,17 +89,19 @@ class Rings(LazyBuffers):
     def rows(self, start: int, stop: int) -> Rows:
         """The queries in these slots. A view."""
         part = slice(start, stop)
+        guide = _part(self._guide_queries, part)
         if self._row_ids is None:
             columns = self.columns(start, stop)
             positive_keys = None if columns.passage_keys is None else columns.passage_keys[:, 0]
-            return Rows(self._queries[part], columns.ids, columns.query_keys, positive_keys)
-        return Rows(self._queries[part], self._row_ids[part], _part(self._row_query_keys, part), _part(self._positive_keys, part))
+            return Rows(self._queries[part], columns.ids, columns.query_keys, positive_keys, guide=guide)
+        keys = _part(self._row_query_keys, part), _part(self._positive_keys, part)
+        return Rows(self._queries[part], self._row_ids[part], *keys, guide=guide)
 
     def columns(self, start: int, stop: int) -> Columns:
         """The passages in these slots. A view."""
         part = slice(start, stop)
         query_keys, passage_keys = _part(self._column_query_keys, part), _part(self._passage_keys, part)
-        return Columns(self._passages[part], self._column_ids[part], query_keys, passage_keys)
+        return Columns(self._passages[part], self._column_ids[part], query_keys, passage_keys, _part(self._guide_passages, part))
 
     def write_columns(self, columns: Columns, count: int) -> Slots:
         """Let them be the newest of `count` tuples that have entered, their age 0."""
@@ -106,6 +111,7 @@ class Rings(LazyBuffers):
         _write(self._column_ids, start, columns.ids, kept)
         _write(self._column_query_keys, start, columns.query_keys, kept)
         _write(self._passage_keys, start, columns.passage_keys, kept)
+        _write(self._guide_passages, start, columns.guide, kept)
         for slots in ring_slots(self._ages, start, kept):
             slots.zero_()
         return Slots(start, kept)
@@ -118,14 +124,15 @@ class Rings(LazyBuffers):
         _write(self._row_ids, start, rows.ids, kept)
         _write(self._row_query_keys, start, rows.query_keys, kept)
         _write(self._positive_keys, start, rows.positive_keys, kept)
+        _write(self._guide_queries, start, rows.guide, kept)
         return Slots(start, kept)
 
     def as_stored(self, rows: Rows, columns: Columns) -> tuple[Rows, Columns]:
         """A micro-batch as it will be read back: detached, in the rings' precision."""
         dtype = self._passages.dtype
         return (
-            Rows(rows.queries.detach().to(dtype), rows.ids, rows.query_keys, rows.positive_keys),
-            Columns(columns.passages.detach().to(dtype), columns.ids, columns.query_keys, columns.passage_keys),
+            replace(rows, queries=rows.queries.detach().to(dtype), positives=None, guide_positives=None),
+            replace(columns, passages=columns.passages.detach().to(dtype)),
         )
 
     def prepare(self, rows: Rows, columns: Columns) -> None:
@@ -154,6 +161,9 @@ class Rings(LazyBuffers):
             self._row_ids = ring(self.query_size)
             self._row_query_keys = None if rows.query_keys is None else ring(self.query_size)
             self._positive_keys = None if rows.positive_keys is None else ring(self.query_size)
+        if rows.guide is not None and columns.guide is not None:
+            self._guide_queries = ring(self.query_size, rows.guide.shape[1], dtype=rows.guide.dtype)
+            self._guide_passages = ring(self.size, *columns.guide.shape[1:], dtype=columns.guide.dtype)
         self._passages = passages  # last: with them it counts as allocated, and memory may run out before
 
     def drop(self) -> None:
@@ -177,6 +187,7 @@ class Rings(LazyBuffers):
         for name, now, held in (
             ("query_keys", rows.query_keys, self._column_query_keys),
             ("passage_keys", rows.positive_keys, self._passage_keys),
+            ("guide vectors", rows.guide, self._guide_passages),
         ):
             if (now is None) != (held is None):
                 raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from contaccum.core.bank import Arrivals, DualBank
+from contaccum.core.comparison import Comparison
 from contaccum.core.finite import Finite, largest
 from contaccum.core.infonce import CHUNK_SCORES, Blocks, Columns, Past, Rows, over_passages, score_block
 from contaccum.core.log_sum_table import LogSumTable
@@ -34,32 +35,37 @@ class StoredBank(DualBank):
 
     _positive_scores: Tensor  # (query_size,)
 
-    def __init__(self, size: int, query_size: int | None = None, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
-        super().__init__(size, query_size, scale, dtype)
+    def __init__(self, size: int, query_size: int | None = None, how: Comparison | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__(size, query_size, how, dtype)
+        assert self.how.plain
         self.table = LogSumTable(self.query_size, size)
         self.register_buffer("_positive_scores", None)
 
-    def read(self, rows: Rows, columns: Columns, past_rows: Rows, past_columns: Columns) -> Past:
+    def read(self, rows: Rows, columns: Columns, past_rows: Rows, past_columns: Columns, width: int | None) -> Past:
+        if width is not None:
+            return self.compared(past_rows, past_columns, width)
         r = len(past_rows)
         return Past(past_rows, past_columns, self.table.log_sums(r), self._positive_scores[:r])
 
-    def arriving(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks) -> ScoredArrivals:
+    def arriving(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks | None) -> ScoredArrivals:
         finite = Finite(largest(rows.queries, columns.passages))
         computing = columns.passages.dtype
         rows, columns = self.as_stored(rows, columns)
-        if self.table.rows and columns.passages.dtype != computing:
+        if blocks is None:
+            blocks = self._scored_again(rows, columns, self.past(rows, columns))
+        elif self.table.rows and columns.passages.dtype != computing:
             blocks = self._scored_again(rows, columns, past)
         positives = blocks.current_current[:, :, 0].diagonal().clone()
         log_sums = _log_sums(blocks, columns.passages.shape[1]) if self.stores_queries else None
         return ScoredArrivals(rows, columns, finite, positives, log_sums)
 
     def _scored_again(self, rows: Rows, columns: Columns, past: Past | None) -> Blocks:
-        """The scores of vectors that have lost digits."""
+        """The scores of vectors that have lost digits, or were compared at other widths."""
         old_rows = past.rows if past is not None and len(past.rows) else None
         return Blocks(
-            current_current=score_block(rows, columns, self.scale),
-            current_bank=None if past is None else score_block(rows, past.columns, self.scale),
-            bank_current=None if old_rows is None else score_block(old_rows, columns, self.scale),
+            current_current=score_block(rows, columns, self.how.scale),
+            current_bank=None if past is None else score_block(rows, past.columns, self.how.scale),
+            bank_current=None if old_rows is None else score_block(old_rows, columns, self.how.scale),
         )
 
     def write(self, new: Arrivals, count: int) -> None:
@@ -89,7 +95,15 @@ class StoredBank(DualBank):
         step = max(1, CHUNK_SCORES // columns.passages[..., 0].numel())
         parts = [self.rows(0, rows).part(i, i + step) for i in range(0, rows, step)]
         with torch.autocast(columns.passages.device.type, enabled=False):
-            return torch.cat([over_passages(score_block(part, columns, self.scale)) for part in parts])
+            return torch.cat([over_passages(score_block(part, columns, self.how.scale)) for part in parts])
+
+    def rescale(self, how: Comparison) -> None:
+        """All that is kept is of the old scale."""
+        m, r, factor = len(self), self.filled_rows, how.scale / self.how.scale
+        self.how = how
+        if m:
+            self._positive_scores.mul_(factor)
+            self.table.rebuild(r, m, lambda a, b: self._rescore(r, self.columns(a, b)))
 
     def allocate(self, rows: Rows, columns: Columns) -> None:
         self._positive_scores = torch.zeros(self.query_size, device=columns.passages.device, dtype=columns.passages.dtype)

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from contaccum.adapters.data_sets import bank_losses
 from contaccum.adapters.losses import CachedContAccumLoss
-from contaccum.adapters.trainer import ContAccumTrainer, CountsMicroSteps, bank_losses
+from contaccum.adapters.trainer import ContAccumTrainer, CountsMicroSteps
 from contaccum.towers.cuda_graphs import forget_recordings
 
 Inputs = dict[str, Any]
@@ -68,7 +69,7 @@ class HalvingTrainer(ContAccumTrainer):
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any, rows: int
     ) -> tuple[Tensor | None, torch.OutOfMemoryError | None]:
         """Loss of a part of a micro-batch of `rows` rows, its gradients added; or the error, with nothing changed."""
-        banks = [loss.criterion.bank for loss in bank_losses(self.loss)]
+        banks: list[Any] = [bank for loss in bank_losses(self.loss) for bank in loss.criterion.banks]
         pending = [bank.arrivals for bank in banks]
         counts = [(callback, callback.counted) for callback in self.callback_handler.callbacks if isinstance(callback, CountsMicroSteps)]
         share = (rows_of(inputs) or rows) / rows
@@ -107,6 +108,7 @@ class HalvingTrainer(ContAccumTrainer):
             return half
         for loss in cached:
             loss.mini_batch_size = half
+            loss.mini_batch_num_tokens = None if loss.mini_batch_num_tokens is None else -(-loss.mini_batch_num_tokens // 2)
         return rows
 
 

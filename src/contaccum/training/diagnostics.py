@@ -27,7 +27,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.adapters.trainer import FlushedLog
 from contaccum.core.bank import DualBank
-from contaccum.core.criterion import MicroStep
+from contaccum.core.micro_batch import MicroStep
 from contaccum.memory.limit import peak_bytes
 from contaccum.training.logfile import append_lines, keep_updates
 from contaccum.training.probe import BankProbe

@@ -12,7 +12,8 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum.adapters.trainer import FlushedLog, SkippedSteps
-from contaccum.core.criterion import DualBankInfoNCE, MicroStep
+from contaccum.core.criterion import DualBankInfoNCE
+from contaccum.core.micro_batch import MicroStep
 from contaccum.data.training_set import DrawNegatives
 from contaccum.memory.limit import peak_bytes, process_peak_bytes
 from contaccum.training.logfile import append_lines, keep_updates, read_log
