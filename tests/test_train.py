@@ -132,7 +132,7 @@ def test_rows_without_negatives_are_left_out_and_counted(tmp_path, model_folder,
     rows = [{"query": f"w{i}", "positive": f"w{i} w1", "negatives": ["w9"] * (i % 2)} for i in range(40)]
     file.write_text("\n".join(map(json.dumps, rows)))
     train(TrainConfig(**options(str(file), model_folder, tmp_path / "run", epochs=1)))
-    assert "20 of 40 rows have fewer than 1 hard negatives and are left out" in capsys.readouterr().out
+    assert "20 of 40 rows have fewer than 1 hard negatives and are left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -384,3 +384,25 @@ def test_memory_limit_is_enforced_on_cuda(jsonl, model_folder, tmp_path) -> None
     assert told.returncode == 1
     assert "out of memory" in told.stderr
     assert "use a smaller --n-local" in told.stderr
+
+
+def test_the_log_says_how_many_negatives_were_left_out(jsonl, model_folder, tmp_path) -> None:
+    """All that are more similar than the positive minus 3, and a cosine is at most 1: every one."""
+    asked = {"margin": 3.0, "directions": "query_to_doc, doc_to_query", "similarity": "cosine", "epochs": 1}
+    train(TrainConfig(**options(jsonl(64, negatives=1), model_folder, tmp_path / "run", **asked)))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["left_out_per_query"] > 7  # two micro-batches of 4 with hard negatives, and what the bank held by then
+    assert lines[-1]["left_out_per_query"] == lines[-1]["negatives_per_query"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"directions": "doc_to_query"}, "directions=('doc_to_query',) must be a tuple, each once, with 'query_to_doc'"),
+        ({"directions": "query_to_doc,sideways"}, "directions='sideways' is unknown"),
+        ({"margin_strategy": "relative"}, "margin_strategy='relative' has no effect without a margin"),
+    ],
+)
+def test_comparisons_that_cannot_be_are_refused_at_once(values, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TrainConfig(data="x", output="y", **values).check()

@@ -20,6 +20,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "similarity": ("dot", "cosine"),
     "gradient_scale": ("in-batch", "paper"),
     "drift_correction": ("auto", "mean+zero-sum", "mean", None),
+    "partition_mode": ("joint", "per_direction"),
+    "margin_strategy": ("absolute", "relative"),
     "weights_dtype": ("float32", "bfloat16"),
     "quantize": ("4bit", None),
 }
@@ -85,6 +87,14 @@ class TrainConfig:
         "none: neither, as in the paper; auto: mean+zero-sum if the bank holds vectors of older weights",
     )
     gradient_scale: str = option(METHOD, "in-batch", "in-batch: as large as without a bank; paper: divided by the banked rows too")
+    directions: str = option(
+        METHOD, "query_to_doc", "comparisons, with commas: query_to_doc, doc_to_query (symmetric), query_to_query, doc_to_doc (all four: GTE)"
+    )
+    partition_mode: str = option(METHOD, "joint", "one softmax over all directions (joint), or per_direction")
+    margin: float | None = option(
+        METHOD, None, "leave out negatives that are more similar to the query than its positive minus this; -0.1 as Qwen3-Embedding"
+    )
+    margin_strategy: str = option(METHOD, "absolute", "absolute, or relative: minus this part of it; 0.05 as NV-Retriever")
     bank_dtype: str | None = option(METHOD, None, "type of the stored vectors: float32 or bfloat16")
     hard_negatives: int | None = option(DATA, None, "hard negatives per query, drawn again each epoch; left out: 1 if the data has any")
     epochs: float = option(FIRST, 40, "passes over the data")
@@ -133,6 +143,10 @@ class TrainConfig:
         assert isinstance(self.bank, int)
         return self.bank
 
+    @property
+    def direction_names(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.directions.split(","))
+
     def check(self) -> None:
         """ValueError that names the first value that cannot be, or not on this machine."""
         import torch
@@ -171,8 +185,16 @@ class TrainConfig:
             raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
         get_method(self.method)
         self.check_adapters()
+        self.check_comparison()
         if self.memory is not None:
             parse_bytes(self.memory)
+
+    def check_comparison(self) -> None:
+        """ValueError for directions or a margin that cannot be."""
+        from contaccum.core import checks, comparison  # with torch
+
+        how = (self.direction_names, self.partition_mode)
+        checks.check_comparison(comparison.Comparison(1.0, *how, margin=self.margin, margin_strategy=self.margin_strategy))
 
     def check_adapters(self) -> None:
         """ValueError for the first of these values that cannot be, alone or with the others."""

@@ -23,6 +23,7 @@ def build_loss(config: TrainConfig, model: SentenceTransformer, batches: Batches
         "bank_size": config.bank_size if method.bank else 0,
         "query_bank_size": (config.query_bank if method.query_bank else 0) if method.bank else None,
         "clear_after_update": method.clear_after_update,
+        "directions": config.direction_names,
         "bank_dtype": getattr(torch, config.bank_dtype) if config.bank_dtype else None,
         **{name: getattr(config, name) for name in SAME_NAMES},
     }
@@ -35,4 +36,5 @@ def build_loss(config: TrainConfig, model: SentenceTransformer, batches: Batches
 SAME_NAMES = (
     *("start_update", "query_bank_stop_update", "cache_hard_negatives"),
     *("mask_duplicates", "gradient_scale", "drift_correction"),
+    *("partition_mode", "margin", "margin_strategy"),
 )

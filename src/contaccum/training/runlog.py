@@ -30,6 +30,7 @@ class RunLog(FlushedLog, SkippedSteps):
     def __init__(self, file: Path, criterion: DualBankInfoNCE, every: int = 10, writes: bool = True) -> None:
         self.file, self.every, self.writes = file, every, writes
         self.losses: list[Tensor] = []  # of the micro-steps since the last update
+        self.left_out: list[Tensor] = []  # negatives of a query that were too similar, likewise
         self.negatives = 0
         self.waiting: list[dict[str, Any]] = []
         self.written: list[dict[str, Any]] = []  # lines, also those of a run that is resumed
@@ -38,6 +39,8 @@ class RunLog(FlushedLog, SkippedSteps):
     def _observe(self, step: MicroStep) -> None:
         self.losses.append(step.loss)
         self.negatives = step.negatives_per_query
+        if step.blocks.left_out is not None:
+            self.left_out.append(step.blocks.left_out / len(step.rows))
 
     @property
     def counted(self) -> int:
@@ -45,10 +48,10 @@ class RunLog(FlushedLog, SkippedSteps):
 
     @counted.setter
     def counted(self, micro_steps: int) -> None:
-        del self.losses[micro_steps:]
+        del self.losses[micro_steps:], self.left_out[micro_steps:]
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.losses, self.waiting = [], []
+        self.losses, self.left_out, self.waiting = [], [], []
         if self.writes:
             keep_updates(self.file, state.global_step)
         self.written = read_log(self.file) if self.writes else []
@@ -61,17 +64,14 @@ class RunLog(FlushedLog, SkippedSteps):
         self.skipped = self.was_skipped(optimizer)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        line = {"update": state.global_step, "epoch": state.epoch, "lr": self.lr, "losses": self.losses}
+        line = {"update": state.global_step, "epoch": state.epoch, "lr": self.lr, "losses": self.losses, "left_out": self.left_out}
         self.waiting.append(line | {"negatives_per_query": self.negatives} | ({"skipped": True} if self.skipped else {}))
-        self.losses = []
+        self.losses, self.left_out = [], []
         if state.global_step % self.every == 0:
             self.flush()
 
     def flush(self) -> None:
-        lines = []
-        for line in self.waiting:
-            losses = [float(loss) for loss in line.pop("losses")]
-            lines.append(line | {"loss": sum(losses) / max(1, len(losses)), "micro_batches": len(losses)})
+        lines = [_resolved(line) for line in self.waiting]
         self.waiting = []
         self.written += lines
         if self.writes:
@@ -79,10 +79,7 @@ class RunLog(FlushedLog, SkippedSteps):
 
     def newest(self) -> dict[str, Any]:
         """The line of the update that ended last, written or not; its losses are waited for."""
-        if not self.waiting:
-            return self.written[-1]
-        losses = [float(loss) for loss in self.waiting[-1]["losses"]]
-        return self.waiting[-1] | {"loss": sum(losses) / max(1, len(losses))}
+        return _resolved(self.waiting[-1]) if self.waiting else self.written[-1]
 
     def final_loss(self) -> float | None:
         """Mean over the micro-batches of the last tenth of the updates, at most 50: the last alone may be a short one."""
@@ -94,6 +91,14 @@ class RunLog(FlushedLog, SkippedSteps):
     def most_negatives(self) -> int | None:
         """Of a query; the last micro-batch of an epoch may be smaller."""
         return max((line["negatives_per_query"] for line in self.written), default=None)
+
+
+def _resolved(line: dict[str, Any]) -> dict[str, Any]:
+    """The line with its tensors read: means over the micro-batches."""
+    losses, left_out = [float(loss) for loss in line["losses"]], [float(count) for count in line["left_out"]]
+    known = {key: value for key, value in line.items() if key not in ("losses", "left_out")}
+    counted = {"left_out_per_query": sum(left_out) / len(left_out)} if left_out else {}
+    return known | counted | {"loss": sum(losses) / max(1, len(losses)), "micro_batches": len(losses)}
 
 
 class Progress(TrainerCallback):

@@ -15,7 +15,7 @@ from contaccum.methods.towers import lora_of, weights_dtype
 # What decides the memory of loss and bank, besides the size of the micro-batch. They compute in float32 whatever the towers do.
 LOSS_FIELDS = (
     *("method", "bank", "query_bank", "similarity", "hard_negatives", "cache_hard_negatives"),
-    *("mask_duplicates", "drift_correction", "bank_dtype"),
+    *("mask_duplicates", "drift_correction", "bank_dtype", "directions", "partition_mode", "margin"),
 )
 
 UNSEEN = 0.01  # on top: on an H200 fp32 backward passes held a few hidden states more than are recorded (results/memory-h200.json)
