@@ -23,7 +23,8 @@ import contaccum
 from contaccum.cli.base import app, default_text, whole_numbers
 
 ROOT = Path(contaccum.__file__).parent
-NO_OPTIONS = ("progress", "names", "title", "introduction", "provenance", "answer", "settings", "variants", "say")  # for callers in Python
+# For callers in Python.
+NO_OPTIONS = ("progress", "names", "title", "introduction", "provenance", "answer", "settings", "configurations", "say")
 PAIRS = "Sequence[tuple[str, str]]"
 KINDS: dict[str, Any] = {"bool": bool, "int": int, "float": float, "tuple[str, ...]": list[str], PAIRS: list[str]}  # lists: repeatable
 

@@ -76,7 +76,7 @@ def compare(
     negative_column: tuple[str, ...] = (),
     subset: str | None = None,
     settings: dict[str, Any] | None = None,
-    variants: dict[str, dict[str, Any]] | None = None,
+    configurations: dict[str, dict[str, Any]] | None = None,
     title: str = "Which method for this data?",
     introduction: str = "",
     say: Callable[[str], None] | None = None,
@@ -102,10 +102,10 @@ def compare(
         subset: configuration of a data set on the hub
 
     Also judged are the model before training and BM25. The result holds what the page shows. In Python, `settings` are further fields of
-    a training configuration for all methods, and `variants` (name -> fields) replace `methods`.
+    a training configuration for all methods, and `configurations` (name -> fields) replace `methods`.
     """
     tell = say or _to_stderr
-    chosen = variants or {name: {"method": name} for name in methods}
+    chosen = configurations or {name: {"method": name} for name in methods}
     base = _base(model, memory, lr, settings or {})
     request = {"data": _named(data), "model": _named(model), "seeds": list(seeds), "variants": chosen, "base": base, "subset": subset}
     asked = {"n_total": n_total, "n_local": n_local, "epochs": epochs, "max_seq_length": max_seq_length, "minutes": minutes}

@@ -70,7 +70,7 @@ def quickstart(output: Path, settings: Settings, say: Callable[[str], None] | No
         minutes=0,
         seeds=[settings.seed],
         settings={"tied": False},
-        variants=COMPARED,
+        configurations=COMPARED,
         title="contaccum quickstart",
         introduction=INTRODUCTION,
         say=tell,

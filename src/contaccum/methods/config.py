@@ -88,7 +88,9 @@ class TrainConfig:
     )
     gradient_scale: str = option(METHOD, "in-batch", "in-batch: as large as without a bank; paper: divided by the banked rows too")
     directions: str = option(
-        METHOD, "query_to_doc", "comparisons, with commas: query_to_doc, doc_to_query (symmetric), query_to_query, doc_to_doc (all four: GTE)"
+        METHOD,
+        "query_to_doc",
+        "comparisons, with commas: query_to_doc, doc_to_query (symmetric), query_to_query, doc_to_doc (all four: GTE)",
     )
     partition_mode: str = option(METHOD, "joint", "one softmax over all directions (joint), or per_direction")
     margin: float | None = option(
