@@ -246,8 +246,7 @@ def _schedule(size: Sizes, found: Prepared) -> dict[str, Any]:
     return {
         **{"n_total": size.n_total, "n_local": size.n_local, "epochs": size.epochs, "limit": size.limit},
         **{"warmup_updates": updates // 10, "save_every": LONG if updates > LONG else 0, "keep_checkpoints": 1},
-        **{"log_every": max(1, min(10, updates // 20)), "diagnose_every": max(1, min(10, updates // 20))},
-        **{"dev_every": max(1, updates // POINTS), "dev_passages": DEV_PASSAGES},
+        **{"log_every": max(1, min(10, updates // 20)), "dev_every": max(1, updates // POINTS), "dev_passages": DEV_PASSAGES},
     }
 
 

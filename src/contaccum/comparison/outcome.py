@@ -172,7 +172,4 @@ def _word(value: Any) -> str:
 
 
 _ORDER = ("data", "split", "model", "method", "tied", "pooling", "similarity", "n_total", "n_local", "memory", "epochs", "lr")
-_NOT_SHOWN = (
-    *("dev", "dev_every", "dev_passages", "log_every", "diagnose_every"),
-    *("save_every", "keep_checkpoints", "limit", "warmup_updates"),
-)
+_NOT_SHOWN = ("dev", "dev_every", "dev_passages", "log_every", "save_every", "keep_checkpoints", "limit", "warmup_updates")

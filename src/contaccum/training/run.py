@@ -249,7 +249,7 @@ def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog,
     watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
     if draw is not None:
         watching.append(EpochForNegatives(draw))
-    if config.diagnose_every:
+    if config.diagnose_every or config.drift_every:
         every, mass_every = config.diagnose_every, 5 * config.diagnose_every
         watching.append(Diagnostics(run / "diagnostics.jsonl", loss, every, mass_every, config.drift_every, writes=main))
     if config.dev is not None:
