@@ -175,7 +175,7 @@ def test_there_are_none_unless_they_are_asked_for_and_drift_is_enough(jsonl, mod
         train(TrainConfig(**options(jsonl(48), model_folder, tmp_path / name, save_every=0, **asked)))
     assert not (tmp_path / "plain" / "diagnostics.jsonl").exists()
     lines = read_log(tmp_path / "drift" / "diagnostics.jsonl")
-    assert [line["update"] for line in lines if "drift" in line] == [update for update in range(2, len(lines) + 1, 2)]
+    assert [line["update"] for line in lines if "drift" in line] == list(range(2, len(lines) + 1, 2))
     assert not any("seconds" in line for line in lines)
 
 
