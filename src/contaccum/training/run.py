@@ -81,6 +81,8 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     config = _prepare_towers(config, model)
     loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
+    with without_bars():
+        model.model_card_data.set_widget_examples(dataset)  # the trainer, when it is made, would do so with a bar of its own
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
     trainer = (HalvingTrainer if auto and not get_method(config.method).one_batch else ContAccumTrainer)(
         model=model,
@@ -90,9 +92,6 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         evaluator=dev,
         callbacks=_callbacks(config, run, loss, log, draw, main),
     )
-    if main:
-        with without_bars():
-            model.model_card_data.set_widget_examples(dataset)  # which the trainer would do with a bar of its own
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if main:
