@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import sentence_transformers
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
@@ -113,6 +114,8 @@ def test_bank_of_zero_equals_gist_embed_loss(tiny_encoder, contrast, strategy, s
     """On pairs; with a hard negative only without contrast of positives, where theirs leaves hard negatives out and ours does not."""
     from sentence_transformers.sentence_transformer.losses import CachedGISTEmbedLoss, GISTEmbedLoss
 
+    if cached and not same_tokens and sentence_transformers.__version__ < "6.2":
+        pytest.skip("theirs fails in 6.0.0: it moves all that a guide's tokenizer gives to a device, texts too")
     found = []
     for ours in (True, False):
         model = tiny_encoder(dropout=0.0, tied=True)
