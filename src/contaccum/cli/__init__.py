@@ -14,7 +14,7 @@ import typer
 from contaccum.cli import bench, comparison, data, plan, report, reproduce, retrieval, training
 from contaccum.cli.base import app
 from contaccum.common.console import hide_usual_load_reports
-from contaccum.common.errors import CheckpointError
+from contaccum.common.errors import CheckpointError, DivergedError
 from contaccum.common.hub import go_offline_without_network
 
 __all__ = ["app", "bench", "comparison", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
@@ -53,10 +53,14 @@ def _run(words: list[str], errors: TextIO, debug: bool) -> NoReturn:
         print(f"error: {message}", file=errors)
         raise SystemExit(code)
 
+    if odd := next((word for word in words if any("\ud800" <= letter <= "\udfff" for letter in word)), None):
+        fail(f"{odd!r} is not UTF-8; rename the file or folder", 2)
     try:
         code = app(words, standalone_mode=False) or 0
     except (ValueError, CheckpointError) as error:
         fail(str(error), 2)
+    except DivergedError as error:
+        fail(str(error), 1)
     except ModuleNotFoundError as error:
         if (error.name or "contaccum").startswith("contaccum") and debug:
             raise

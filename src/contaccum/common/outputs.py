@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +22,7 @@ def check_output(output: str | Path | None, taken: Iterable[str | Path | None] =
     folder = nearest.parent if nearest == output and nearest.is_file() else nearest
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise ValueError(f"{output} cannot be made: {folder} is not a folder that can be written to; use another {option}")
-    if any(file is not None and Path(file).resolve() == output.resolve() for file in taken):
+    if any(file is not None and os.path.realpath(file) == os.path.realpath(output) for file in taken):
         raise ValueError(f"{output} is also read or written here and would be replaced; use another {option}")
 
 
@@ -44,6 +44,7 @@ def check_new(output: Path) -> None:
 def whole_path(path: str | Path) -> Iterator[Path]:
     """A path beside `path` to write a file or folder to; it takes `path`'s place at the end. What failed leaves nothing."""
     path = Path(path)
+    made = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")  # several processes may write the same file
     try:
@@ -51,6 +52,27 @@ def whole_path(path: str | Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+        remove_empty(made)
+
+
+@contextmanager
+def gone_if_refused(folder: Path) -> Iterator[None]:
+    """Where the block refuses its input, a `folder` that was not there before is not there afterwards."""
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        yield
+    except ValueError:
+        if new and folder.is_dir():
+            shutil.rmtree(folder)
+            remove_empty(new)
+        raise
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove those of the folders, the inner ones first, in which there is nothing."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.common.outputs import check_output, read_json, write_json
+from contaccum.common.outputs import check_output, gone_if_refused, read_json, write_json
 from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared, smaller_collection
 from contaccum.comparison.watch import Work, run_all
@@ -167,14 +167,9 @@ def _check(chosen: dict[str, Any], base: dict[str, Any], asked: dict[str, Any], 
 @contextmanager
 def _claimed(folder: Path, wanted: dict[str, Any]) -> Iterator[None]:
     """The folder is this request's; ValueError where it is another's. A source that cannot be used leaves nothing behind."""
-    new = not folder.exists()
-    _claim(folder, wanted)
-    try:
+    with gone_if_refused(folder):
+        _claim(folder, wanted)
         yield
-    except ValueError:
-        if new:
-            shutil.rmtree(folder)
-        raise
 
 
 def _claim(folder: Path, wanted: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -24,6 +23,7 @@ from contaccum.data.answers import check_match
 from contaccum.data.negatives import check_floats, check_numbers, denoise, existing, load_cross_encoder, mine_bm25, mine_dense
 from contaccum.data.readers.beir import find_qrels, is_beir
 from contaccum.data.readers.collections import encoded_texts
+from contaccum.data.readers.saved import saved_splits
 from contaccum.data.training_set import FEATURES, load_training_set, quiet_datasets
 
 MINERS = ("bm25", "dense", "existing")
@@ -144,12 +144,7 @@ def split_names(data: Path) -> list[str]:
     """The splits of a training set, as `load_training_set` takes them; "train" where it has none."""
     if is_beir(data):
         return list(find_qrels(data))
-    if (listing := data / "dataset_dict.json").is_file():
-        try:
-            return list(json.loads(listing.read_text())["splits"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set again") from error
-    return ["train"]
+    return saved_splits(data) or ["train"]
 
 
 def _texts(data: Path, collection: str | Path | None, mined: Dataset) -> Iterable[str]:

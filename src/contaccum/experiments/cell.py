@@ -11,9 +11,11 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.errors import CheckpointError, DivergedError
 from contaccum.common.outputs import write_json
 from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
@@ -159,6 +161,15 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def told(error: Exception) -> str:
+    """What goes into a cell's log: a line for what was refused or went wrong in a known way, the traceback of anything else."""
+    known = isinstance(error, (ValueError, CheckpointError, DivergedError))
+    return f"error: {error}" if known else "".join(traceback.format_exception(error))
+
+
 if __name__ == "__main__":
     end_with_parent()
-    run_cell(Path(sys.argv[1]))
+    try:
+        run_cell(Path(sys.argv[1]))
+    except Exception as error:
+        sys.exit(told(error))

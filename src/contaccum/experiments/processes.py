@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from contaccum.experiments.cell import run_cell
+from contaccum.experiments.cell import run_cell, told
 
 Ended = tuple[str, bool, float]  # a cell's name, whether it came to its end, seconds
 
@@ -41,8 +40,8 @@ def _timed(run: Callable[[Path], bool], name: str, folder: Path) -> Ended:
 def _run_here(folder: Path) -> bool:
     try:
         run_cell(folder)
-    except Exception:  # reported at the end, like that of a process
-        _note(folder, traceback.format_exc())
+    except Exception as error:  # reported at the end, like that of a process
+        _note(folder, told(error))
     return (folder / "result.json").exists()
 
 

@@ -8,13 +8,14 @@ repeated and an interrupted one goes on from its last checkpoint; a cell that fa
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from contaccum.common.outputs import check_output, write_json, write_text
+from contaccum.common.outputs import check_output, gone_if_refused, write_json, write_text
 from contaccum.common.provenance import provenance
 from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, simmass, speed
 from contaccum.experiments.datasets import DATASETS, Ready, check_source, corpus_texts, ready
@@ -68,7 +69,7 @@ class Request:
     def identity(self) -> dict[str, Any]:
         """What results in one folder have in common, as JSON keeps it."""
         shared = {name: getattr(self, name) for name in ("experiment", "dataset", "scale", "model")}
-        data = None if self.data is None else str(self.data.resolve())
+        data = None if self.data is None else os.path.realpath(self.data)
         found: dict[str, Any] = json.loads(json.dumps({**shared, "data": data, "settings": dict(self.settings)}))
         return found
 
@@ -84,10 +85,11 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
     waiting = [cell for cell in cells if not (folders[cell.name] / "result.json").exists()]
     if any(cell.kind == "train" for cell in waiting) and not (request.output / "data").exists():
         check_source(request.dataset, request.data)
-    _claim(request)
+    with gone_if_refused(request.output):
+        _claim(request)
+        base = _base(request, any(cell.kind == "train" for cell in waiting))
     say(f"{experiment.name} ({experiment.paper}): {len(cells)} cells, {len(cells) - len(waiting)} finished before")
     if waiting:
-        base = _base(request, any(cell.kind == "train" for cell in waiting))
         for cell in waiting:
             _write_spec(cell, folders[cell.name], base)
         _run_all([(cell.name, folders[cell.name]) for cell in waiting], request.jobs, say)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from contaccum.common.inputs import read_yaml
 from contaccum.common.sizes import parse_bytes
 from contaccum.core.bank_size import auto_bank
 from contaccum.methods.table import METHODS, get_method
@@ -169,6 +168,9 @@ class TrainConfig:
             if getattr(self, name) not in choices:
                 listed = ", ".join("none" if choice is None else choice for choice in choices)
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {listed}")
+        for name, value in vars(self).items():
+            if isinstance(value, str) and any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value):
+                raise ValueError(f"{name}={_shown(value)} holds a NUL or half of a surrogate pair, which no text or path can; leave it out")
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -181,6 +183,9 @@ class TrainConfig:
         for name in NOT_NEGATIVE:
             if numbers.get(name, 0) < 0:
                 raise ValueError(f"{name}={numbers[name]} is negative; use 0 or more")
+        for name, number in numbers.items():
+            if isinstance(number, int) and abs(number) >= 2**63:
+                raise ValueError(f"{name}={_shown(number)} is too large; use one below {2**63}")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
         if self.scale is not None and not self.scale > 0:
@@ -228,21 +233,17 @@ def load_config(file: str | Path | None, overrides: dict[str, Any]) -> TrainConf
     """A YAML of fields, if given, with single ones overridden."""
     values: dict[str, Any] = {}
     if file is not None:
-        try:
-            values = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"{file} cannot be read as YAML: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} must hold fields and values, as 'lr: 2.0e-5'")
+        values = read_yaml(file, "give a YAML file of options")
     known = {f.name: f for f in fields(TrainConfig)}
     values = {**values, **overrides}
     if unknown := sorted(set(values) - set(known)):
         raise ValueError(f"{file or 'the configuration'} has an unknown field {unknown[0]!r}; known are {', '.join(known)}")
-    return TrainConfig(**{name: _coerce(name, value, str(known[name].type)) for name, value in values.items()})
+    return TrainConfig(**{name: typed(name, value) for name, value in values.items()})
 
 
-def _coerce(name: str, value: Any, kind: str) -> Any:
-    """YAML reads 2e-5 as a text and 40 as a whole number; everything else must have its type."""
+def typed(name: str, value: Any) -> Any:
+    """A field's value. YAML reads 2e-5 as a text and 40 as a whole number; everything else must have its type."""
+    kind = str(TrainConfig.__annotations__[name])
     if value is None and "None" in kind:
         return None
     if name == "drift_correction" and value == "none":
@@ -259,8 +260,13 @@ def _coerce(name: str, value: Any, kind: str) -> Any:
             return float(value)
         if base == "int" and not isinstance(value, bool) and int(value) == float(value):
             return int(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         pass
     if (base == "bool" and isinstance(value, bool)) or (base == "str" and isinstance(value, str)):
         return value
-    raise ValueError(f"{name}={value!r} is not of type {base}" + (", nor auto" if name in ("n_local", "bank") else ""))
+    raise ValueError(f"{name}={_shown(value)} is not of type {base}" + (", nor auto" if name in ("n_local", "bank") else ""))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

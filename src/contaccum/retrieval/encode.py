@@ -12,8 +12,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import count, islice
+from itertools import count as numbers
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output, write_json
+from contaccum.common.outputs import check_output, remove_empty, write_json
 from contaccum.common.provenance import provenance
-from contaccum.data.readers.collections import count_lines, encoded_texts
+from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.readers.queries import read_queries
 from contaccum.retrieval.shards import (
     DTYPES,
     MANIFEST,
+    check_id,
     forget_entry,
-    id_array,
     read_entry,
     read_entry_unchecked,
     read_manifest,
@@ -88,15 +90,17 @@ def encode(
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
     check_output(output)
     source = _Source(texts, queries, split)
+    count = source.checked()
     loaded = model_on_device(model, device, max_seq_length)
     encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision)
     description = _description(loaded, encoder, model, source, dtype, shard_size)
-    _open_output(output, description)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     total, number, encoded, busy = 0, -1, 0, 0.0
     shown = progress and rank == 0
-    about = -(-source.about() // world) if shown else None
-    with tqdm(total=about, desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar:
+    with (
+        _begun(output, description, alone=world == 1),
+        tqdm(total=-(-count // world), desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar,
+    ):
         for number, size, shard in _shards(iter(source), shard_size, rank, world):
             total, begun = total + size, time.monotonic()
             if shard and _encode_shard(encoder, shard, output, number, dtype, bar.update):
@@ -127,7 +131,7 @@ def make_encoder(model: Any, task: str, tokens_per_batch: int | None, precision:
 
 def _shards(stream: Iterator[IdAndText], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[IdAndText]]]:
     """Step 1: (number, count, texts) of every shard; the texts of other processes' shards are counted, but not held."""
-    for number in count():
+    for number in numbers():
         part = islice(stream, size)
         texts = list(part) if number % world == rank else []
         if not (found := len(texts) or sum(1 for _ in part)):
@@ -141,15 +145,17 @@ class _Source:
     def __init__(self, path: str | Path, queries: bool, split: str | None) -> None:
         self.path, self.split = path, split
         self.queries = [(query.id, query.text) for query in read_queries(path, split)] if queries else None
-        if self.queries is None:
-            next(self.__iter__())  # a file that cannot be used is refused before the model is loaded
 
     def __iter__(self) -> Iterator[IdAndText]:
         return iter(self.queries) if self.queries is not None else encoded_texts(self.path)
 
-    def about(self) -> int:
-        """Number of texts, or close to it."""
-        return len(self.queries) if self.queries is not None else count_lines(self.path)
+    def checked(self) -> int:
+        """How many there are, read to the end: what cannot be used is refused before hours are spent on what stands before it."""
+        count = 0
+        for key, _ in self:
+            check_id(key)
+            count += 1
+        return count
 
 
 def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: int, dtype: str, advance: Callable[[int], object]) -> bool:
@@ -164,7 +170,6 @@ def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: in
         advance(len(shard))
         return False
     forget_entry(output, number)
-    id_array(ids)  # an id that cannot be stored is refused before its shard is encoded
     windows = (texts[begin : begin + WINDOW] for begin in range(0, len(texts), WINDOW))
     parts = [stored(encoder.vectors(batches, advance), dtype) for batches in ahead(encoder.batches(window) for window in windows)]
     write_shard(output, number, np.concatenate(parts), ids, checksum)
@@ -209,6 +214,20 @@ def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: st
         "commit": origin["commit"],
         "versions": origin["versions"],
     }
+
+
+@contextmanager
+def _begun(output: Path, description: dict[str, Any], alone: bool) -> Iterator[None]:
+    """`output` open for writing. Where the only process fails before its first shard, a new folder goes again."""
+    made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    _open_output(output, description)
+    try:
+        yield
+    except Exception:
+        if made and alone and [file.name for file in output.iterdir()] == [MANIFEST]:
+            (output / MANIFEST).unlink()
+            remove_empty(made)
+        raise
 
 
 def _open_output(output: Path, description: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from contaccum.common.errors import DataError
 from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels, read_texts
-from contaccum.data.readers.files import find
+from contaccum.data.readers.files import find, shown
 from contaccum.data.training_set import load_training_set
 from contaccum.training.logfile import append_lines, keep_updates
 
@@ -52,6 +52,12 @@ def _of_beir(folder: Path, split: str) -> Parts:
     relevant = {query: {doc for doc, grade in grades.items() if grade > 0} for query, grades in qrels.items()}
     texts, collection = read_texts(find(folder, "queries.jsonl")), read_texts(find(folder, "corpus.jsonl"))
     relevant = {query: documents for query, documents in relevant.items() if documents}
+    if not relevant:
+        raise DataError(f"{folder} judges nothing as relevant in its split {split!r}; give another --dev or --dev-split")
+    if (query := next((query for query in relevant if query not in texts), None)) is not None:
+        raise DataError(f"{folder}, split {split!r}: names the query {shown(query)}, which queries.jsonl does not hold")
+    if (passage := next((key for keys in relevant.values() for key in keys if key not in collection), None)) is not None:
+        raise DataError(f"{folder}, split {split!r}: names the document {shown(passage)}, which corpus.jsonl does not hold")
     return {query: texts[query] for query in relevant}, dict(collection), relevant
 
 

@@ -30,7 +30,7 @@ from contaccum.common.errors import CheckpointError
 from contaccum.common.outputs import check_output, whole_path, write_json
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
-from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives
+from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives, without_blanks
 from contaccum.memory.halving import HalvingTrainer
 from contaccum.memory.limit import limit_memory, peak_bytes, process_peak_bytes
 from contaccum.memory.plan import planned
@@ -44,6 +44,7 @@ from contaccum.towers.speed import check_compiler, check_unpadded, compile_tower
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
 from contaccum.training.runlog import EpochForNegatives, Progress, RunLog
+from contaccum.training.sound import check_weights, check_words
 from contaccum.training.trainer_arguments import training_arguments, warm_up
 
 
@@ -76,6 +77,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = build_towers(config)
+    check_words(model, dataset)
     if main:
         _say_adapters(config, model)
     config = _prepare_towers(config, model)
@@ -111,6 +113,8 @@ def _bank_for(config: TrainConfig, batches: Batches, rows: int, processes: int, 
     """`config` with its bank as a number; ValueError where the data is too small for it or for a batch."""
     if batches.per_process * processes > rows:
         raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {rows} rows")
+    if config.n_total > rows:
+        raise ValueError(f"n_total={config.n_total} is more than the training set's {rows} rows; use at most that many")
     auto, config = config.bank == "auto", with_bank(config, batches.micro_batch * processes, rows)
     if not get_method(config.method).bank:
         return replace(config, bank=0)
@@ -235,7 +239,10 @@ def _claim(run: Path, config: TrainConfig) -> None:
 
 
 def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
-    dataset = load_training_set(config.data, config.split, config.limit)
+    loaded = load_training_set(config.data, config.split, config.limit)
+    dataset = without_blanks(loaded)
+    if main and len(dataset) < len(loaded):
+        note(f"{len(loaded) - len(dataset):,} of {len(loaded):,} rows have a blank query or positive and are left out")
     wanted = config.hard_negatives
     if wanted is None:
         wanted = int(has_negatives(dataset))
@@ -259,6 +266,7 @@ def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog,
 
 def _finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
     """The model first, whole or not at all; then the summary, which says that the run is finished."""
+    check_weights(model)
     try:
         if has_two_adapters(model):
             merge_lora(model)

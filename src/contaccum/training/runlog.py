@@ -17,6 +17,7 @@ from contaccum.core.micro_batch import MicroStep
 from contaccum.data.training_set import DrawNegatives
 from contaccum.memory.limit import peak_bytes, process_peak_bytes
 from contaccum.training.logfile import append_lines, keep_updates, read_log
+from contaccum.training.sound import check_losses
 
 SHOWN_EVERY = 1.0  # seconds between new figures in the bar: reading a loss waits for the GPU
 
@@ -76,6 +77,11 @@ class RunLog(FlushedLog, SkippedSteps):
         self.written += lines
         if self.writes:
             append_lines(self.file, lines)
+        check_losses(self.written)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
+        check_losses(self.written, ended=True)
 
     def newest(self) -> dict[str, Any]:
         """The line of the update that ended last, written or not; its losses are waited for."""
