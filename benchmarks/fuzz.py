@@ -8,7 +8,7 @@ seed decide it. Each runs in a process forked from this one, so that nothing is 
 
     refused      exit code 2 and one line that begins with "error:"; nothing was written
     finished     exit code 0; what was written is whole and all numbers in it are finite
-    failed       exit code 1 with one line: the machine, not the input, as where memory ran out
+    failed       exit code 1 with a line that says why: memory ran out, training diverged, or a cell of a grid, whose log is shown, failed
     fault        anything else: a traceback, a signal, an unexpected error, more than a line, a hang, or something half written
 """
 
@@ -51,7 +51,7 @@ LIMIT_SECONDS = 60.0
 MEMORY_BYTES = 12 * 2**30  # of address space
 CRASHED = 70  # exit code of what left `main` other than by exiting
 # Inputs of a start in a round; else 10. Some take long.
-WEIGHTS = {"compare": 4, "quickstart": 3, "reproduce": 4, "bench": 3, "plan": 6, "train": 6, "report": 12}
+WEIGHTS = {"compare": 4, "quickstart": 1, "reproduce": 4, "bench": 2, "plan": 6, "train": 6, "report": 8}
 
 
 @dataclass
@@ -287,6 +287,8 @@ def judged(code: int | None, errors: str) -> tuple[str, str]:
         return "fault", "traceback"
     if "error: unexpected" in errors:
         return "fault", "unexpected error"
+    if code == 1 and (grid := next((line for line in lines if line.startswith("failed: ")), "")):
+        return "failed", grid.partition(";")[0]
     if not last.startswith("error: "):
         return "fault", "more than a line" if any(line.startswith("error: ") for line in lines) else "no line"
     return ("refused" if code == 2 else "failed"), last

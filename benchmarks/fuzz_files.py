@@ -196,7 +196,7 @@ def _models(folder: Path) -> None:
 
 def _config(output: str, seed: int) -> TrainConfig:
     sizes: dict[str, Any] = {"n_total": 4, "n_local": 2, "bank": 4, "max_updates": 2, "max_seq_length": 16, "warmup_updates": 0}
-    return TrainConfig(data="pairs.jsonl", model="encoder", output=output, seed=seed, diagnose_every=1, **sizes)
+    return TrainConfig(data="pairs.jsonl", model="encoder", output=output, seed=seed, diagnose_every=1, save_every=0, **sizes)
 
 
 def _run(folder: Path, seed: int) -> None:

@@ -218,13 +218,14 @@ def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: st
 
 @contextmanager
 def _begun(output: Path, description: dict[str, Any], alone: bool) -> Iterator[None]:
-    """`output` open for writing. Where the only process fails before its first shard, a new folder goes again."""
+    """`output` open for writing. Where the only process fails before its first shard, what is new goes again."""
     made = [folder for folder in (output, *output.parents) if not folder.exists()]
+    new = alone and not (output / MANIFEST).exists()
     _open_output(output, description)
     try:
         yield
     except Exception:
-        if made and alone and [file.name for file in output.iterdir()] == [MANIFEST]:
+        if new and [file.name for file in output.iterdir()] == [MANIFEST]:
             (output / MANIFEST).unlink()
             remove_empty(made)
         raise

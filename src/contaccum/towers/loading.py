@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,8 @@ def check_finite(model: nn.Module, source: object) -> None:
 
 
 def odd_weight(model: nn.Module) -> str | None:
-    """The name of a weight that is NaN or infinite."""
-    for name, value in chain(model.named_parameters(), model.named_buffers()):
+    """The name of a weight that is NaN or infinite. Buffers may be: a mask is."""
+    for name, value in model.named_parameters():
         if value.is_floating_point() and not value.is_meta and not bool(torch.isfinite(value).all()):
             return name
     return None
