@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def check_tokenizer(module: Transformer, source: object) -> None:
         return
     if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
         raise DataError(f"{source} has no tokenizer: every word would be the same; give the folder or name of one (train: --tokenizer)")
+    with readable(f"the tokenizer of {source} could not be saved", WHOLE):  # half of a surrogate pair among its settings
+        json.dumps(getattr(tokenizer, "init_kwargs", {}), default=str, ensure_ascii=False).encode()
     embeddings = module.model.get_input_embeddings() if hasattr(module.model, "get_input_embeddings") else None
     rows = getattr(embeddings, "num_embeddings", None)
     if rows is not None and tokenizer.vocab_size > rows:
