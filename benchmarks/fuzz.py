@@ -48,7 +48,7 @@ from fuzz_files import OUTPUT, STARTS, Start, make
 from fuzz_mutations import WORKING, change_words, spoils_of
 
 LIMIT_SECONDS = 60.0
-MEMORY_BYTES = 12 * 2**30  # of address space
+MEMORY_BYTES = 8 * 2**30  # of address space
 CRASHED = 70  # exit code of what left `main` other than by exiting
 # Inputs of a start in a round; else 10. Some take long.
 WEIGHTS = {"compare": 4, "quickstart": 1, "reproduce": 4, "bench": 2, "plan": 6, "train": 6, "report": 8}

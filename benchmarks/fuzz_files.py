@@ -111,7 +111,7 @@ STARTS = (
     _start(f"evaluate model beir --output {OUTPUT} --k 5", *BEIR, *MODEL),
     _start(f"report runs/a runs/b --output {OUTPUT}/report.html --json {OUTPUT}/r.json --markdown {OUTPUT}/t.md", *RUN),
     _start("push runs/a me/model --dry-run", *RUN),
-    _start(f"reproduce main --dataset acl --data beir --scale tiny --dry-run --output {OUTPUT}"),
+    _start(f"reproduce main --dataset acl --data beir --scale tiny --only dpr --jobs 0 --set max_updates=1 --dry-run --output {OUTPUT}"),
     _start(
         f"reproduce bank-size --dataset acl --data beir --scale tiny --output {OUTPUT} --jobs 0 --only 'N_total = 2, bank = 8' "
         "--set max_updates=1 --set max_seq_length=16 --model encoder",

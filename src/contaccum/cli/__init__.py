@@ -50,7 +50,7 @@ def _without(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], s
 
 def _run(words: list[str], errors: TextIO, debug: bool) -> NoReturn:
     def fail(message: str, code: int) -> NoReturn:
-        print(f"error: {message}", file=errors)
+        print(f"error: {' '.join(message.splitlines())}", file=errors)
         raise SystemExit(code)
 
     if odd := next((word for word in words if any("\ud800" <= letter <= "\udfff" for letter in word)), None):

@@ -12,20 +12,30 @@ import yaml
 
 from contaccum.common.errors import DataError
 
+LARGEST_BYTES = 256 * 2**20
 LONGEST_REASON = 300  # characters
 
 
 def read_object(path: str | Path, remedy: str) -> dict[str, Any]:
     """The JSON object in a file."""
     with readable(f"{path} cannot be read as JSON", remedy):
-        return _fields(json.loads(Path(path).read_text(encoding="utf-8")), f"{path} must hold a JSON object", remedy)
+        return _fields(json.loads(_text(path)), f"{path} must hold a JSON object", remedy)
 
 
 def read_yaml(path: str | Path, remedy: str) -> dict[str, Any]:
     """The fields in a YAML file; none of an empty one."""
     with readable(f"{path} cannot be read as YAML", remedy):
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(_text(path))
         return _fields({} if values is None else values, f"{path} must hold fields and values, as 'lr: 2.0e-5'", remedy)
+
+
+def _text(path: str | Path) -> str:
+    """The file's text. What has no end, as a device, must not fill the memory."""
+    with open(path, "rb") as file:
+        raw = file.read(LARGEST_BYTES + 1)
+    if len(raw) > LARGEST_BYTES:
+        raise ValueError(f"more than {LARGEST_BYTES // 2**20} MB; is it the right file?")
+    return raw.decode("utf-8")
 
 
 def _fields(value: Any, needed: str, remedy: str) -> dict[str, Any]:

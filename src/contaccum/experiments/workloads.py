@@ -146,5 +146,5 @@ def tower_config(size: str, tokens: int = 512) -> BertConfig:
 def random_encoder(size: str, tokens: int) -> SentenceTransformer:
     """Two towers of random weights, and a tokenizer that is never used."""
     with tempfile.TemporaryDirectory() as folder:
-        write_word_tokenizer([], Path(folder))
+        write_word_tokenizer(["a"], Path(folder))
         return dual_encoder(tower_config(size, tokens), tokenizer=Path(folder), max_seq_length=tokens)

@@ -75,19 +75,20 @@ def dual_encoder(
 
     def tower(source: Source | DPRPart) -> list[Any]:
         with tempfile.TemporaryDirectory() as scratch:
+            name = type(source).__name__ if isinstance(source, PretrainedConfig) else source
             # Weights are trained in single precision, whatever they are stored in.
             options = {"dtype": torch.float32, **(model_kwargs or {})}
-            with readable(f"{source} cannot be loaded as an encoder", WHOLE):
+            with readable(f"{name} cannot be loaded as an encoder", WHOLE):
                 folder = _as_folder(source, tokenizer, scratch)
                 transformer = Transformer(folder, max_seq_length=max_seq_length, model_kwargs=options)
-        check_finite(transformer, source)
-        check_tokenizer(transformer, source)
+        check_finite(transformer, name)
+        check_tokenizer(transformer, name)
         if max_seq_length is None:
             transformer.max_seq_length = min(USUAL_LENGTH, positions_of(transformer) or USUAL_LENGTH)
         else:
             check_length(transformer, max_seq_length)
-        for name, parameter in transformer.named_parameters():
-            if ".pooler." in name:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
+        for weight, parameter in transformer.named_parameters():
+            if ".pooler." in weight:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
                 parameter.requires_grad_(False)
         return [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=include_prompt)]
 

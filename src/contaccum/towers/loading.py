@@ -26,6 +26,10 @@ def load_model(name: str | Path, kind: type[Any] = SentenceTransformer, **option
     for module in model.modules():
         if isinstance(module, Transformer):
             check_tokenizer(module, name)
+    if isinstance(model, SentenceTransformer):
+        with readable(f"{name} can be loaded, but cannot encode a text", WHOLE):
+            model.encode_query(["a"], show_progress_bar=False)
+            model.encode_document(["a"], show_progress_bar=False)
     return model
 
 
