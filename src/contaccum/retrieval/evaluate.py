@@ -13,6 +13,7 @@ from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
 from contaccum.retrieval.encode import encode
 from contaccum.retrieval.metrics import DEFAULT
 from contaccum.retrieval.run_metrics import TOP, check_judging, evaluate_run
+from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.search import search
 
 
@@ -75,6 +76,8 @@ def evaluate(
     by |= {"queries": queries} if qrels is None else {"qrels": qrels}
     if qrels is not None:
         read_qrels(qrels_file(Path(qrels), split))  # whatever is wrong is reported before hours of encoding
+    if compare is not None:
+        read_run(compare)
     check_judging(metrics, top, match)
     with TemporaryDirectory(prefix="contaccum-") as scratch:
         folder = Path(scratch) if output is None else Path(output)

@@ -12,7 +12,8 @@ from sentence_transformers.base.modules import Transformer
 from torch import nn
 
 from contaccum.common.errors import DataError, DivergedError
-from contaccum.towers.loading import odd_weight
+from contaccum.common.inputs import readable
+from contaccum.towers.loading import WHOLE, odd_weight
 
 SAMPLE = 64  # rows
 UPDATES = 10  # in a row without a finite loss end a run
@@ -25,7 +26,8 @@ def check_words(model: nn.Module, dataset: Dataset) -> None:
     texts = [*first["query"], *first["positive"]]
     for module in model.modules():
         if isinstance(module, Transformer) and hasattr(module.tokenizer, "unk_token_id"):
-            found: list[list[int]] = module.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            with readable("the model's tokenizer cannot read the first rows", WHOLE):
+                found: list[list[int]] = module.tokenizer(texts, add_special_tokens=False)["input_ids"]
             if not set(chain.from_iterable(found)) - {module.tokenizer.unk_token_id}:
                 raise DataError(f"the tokenizer knows no word of the first {len(first['query'])} rows; is it, or the data, the right one?")
 
