@@ -40,7 +40,7 @@ import torch
 from typer.main import get_command
 
 import contaccum.cli
-from contaccum.common.outputs import read_json, write_json
+from contaccum.common.outputs import write_json
 from contaccum.common.provenance import provenance
 from contaccum.comparison import watch
 from contaccum.experiments.processes import in_this_process
@@ -90,9 +90,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="contaccum-fuzz-") as scratch:
         found = [Path(scratch) / f"rows-{place}.json" for place in range(args.processes)]
         children = [_share(numbers[place :: args.processes], rows, args) for place, rows in enumerate(found)]
-        for child in children:
-            os.waitpid(child, 0)
-        rows = [Row(*row) for file in found for row in read_json(file)]
+        if lost := [child for child in children if os.waitpid(child, 0)[1]]:
+            raise RuntimeError(f"{len(lost)} processes did not come to their end; use fewer --processes")
+        rows = [Row(*json.loads(line)) for file in found for line in file.read_text(encoding="utf-8").splitlines()]
     counts = counted(rows)
     print(json.dumps({name: counts[name] for name in ("inputs", "ended", "faults")}, indent=1))
     if args.json:
@@ -107,7 +107,8 @@ def _share(numbers: Sequence[int], rows: Path, args: argparse.Namespace) -> int:
     code = CRASHED
     try:
         fuzzer = Fuzzer(rows.with_suffix(".work"), args.seed, args.limit)
-        write_json(rows, [_reported(fuzzer, number, args) for number in numbers])
+        with open(rows, "w", encoding="utf-8", buffering=1) as file:
+            file.writelines(json.dumps(_reported(fuzzer, number, args)) + "\n" for number in numbers)
         code = 0
     except BaseException:
         traceback.print_exc()
