@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import pyarrow.compute  # type: ignore[import-untyped]
@@ -57,7 +57,8 @@ def as_table(columns: dict[str, list[Any]]) -> Dataset:
     return Dataset.from_dict({name: columns.get(name, empty) for name in FEATURES}, features=FEATURES)
 
 
-def _saved(folder: Path, split: str) -> Dataset:
+def load_splits(folder: Path, split: str) -> Dataset:
+    """The rows of a split, or of several, of a data set on disk."""
     try:
         dataset = load_from_disk(str(folder))
     except (FileNotFoundError, OSError) as error:
@@ -67,6 +68,13 @@ def _saved(folder: Path, split: str) -> Dataset:
         if missing_splits := [name for name in names if name not in dataset]:
             raise DataError(f"{folder} has no split {missing_splits[0]!r}; it has {', '.join(dataset)}")
         dataset = datasets.concatenate_datasets([dataset[name] for name in names])
+    return dataset
+
+
+def _saved(folder: Path, split: str) -> Dataset:
+    dataset = load_splits(folder, split)
+    if {"text", "document"} <= set(dataset.column_names):
+        raise DataError(f"{folder} holds texts that pairs are drawn from; contaccum train reads it, other commands need pairs")
     if missing := {"query", "positive"} - set(dataset.column_names):
         raise DataError(f"{folder} has no column {', '.join(sorted(missing))}; it has {', '.join(dataset.column_names)}")
     for name in set(FEATURES) - set(dataset.column_names):
@@ -114,6 +122,12 @@ def _negative_counts(dataset: Dataset) -> list[int]:
     """Hard negatives per row, without reading their texts."""
     counts: list[int] = pyarrow.compute.list_value_length(dataset.with_format("arrow")["negatives"][:]).to_pylist()
     return counts
+
+
+class DrawnByEpoch(Protocol):
+    """A transform that draws other values for every epoch."""
+
+    epoch: int
 
 
 class DrawNegatives:
