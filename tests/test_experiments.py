@@ -19,8 +19,10 @@ import yaml
 
 from contaccum.cli import app
 from contaccum.experiments import processes
+from contaccum.experiments.datasets import DATASETS
 from contaccum.experiments.figures import mass_per_passage
 from contaccum.experiments.grid import SCALES
+from contaccum.experiments.pretrain import shown
 from contaccum.experiments.runner import EXPERIMENTS, Request, planned, reproduce
 from contaccum.experiments.tables import table_of
 from contaccum.methods.table import METHODS
@@ -225,6 +227,12 @@ def test_pre_training_is_judged_before_and_after_fine_tuning_from_its_model(foun
             judged = evaluate_run(spent / run / "test.trec", qrels=folder / "pretrain/data/harvest", split="test", metrics=["MRR@10"])
             assert row["mean"][f"{when} MRR@10"] == pytest.approx(judged["metrics"]["MRR@10"])
     assert samples == {32}, "not as many samples for each"
+
+
+def test_pre_training_shows_the_headline_of_every_data_set() -> None:
+    for name, dataset in DATASETS.items():
+        metrics = ("Top@1", "Top@5", "Top@20", "Top@100") if dataset.form == "dpr" else dataset.metrics
+        assert dataset.headline in shown(metrics), name
 
 
 def test_finished_cells_are_not_run_again(found, folder: Path) -> None:

@@ -18,11 +18,10 @@ from typing import Any
 from contaccum.common.outputs import write_json
 from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
-from contaccum.experiments.pretrain import FINE_TUNED, ZERO_SHOT
+from contaccum.experiments.pretrain import FINE_TUNED, ZERO_SHOT, shown
 from contaccum.training.logfile import read_log
 
 PASSAGES_RANKED = 100  # for each query
-PRETRAIN_METRICS = 2  # the first ones, before and after fine-tuning
 SOURCES = ("collection", "queries", "qrels")
 
 
@@ -82,7 +81,7 @@ def _fine_tune(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 def _tuned(folder: Path, spec: dict[str, Any], before: Path, model: Any) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics before and after fine-tuning, and its summary. `before`: the run folder of the model as it is, or a new one."""
     data, run = Ready(**spec["data"]), folder / "run"
-    data = replace(data, metrics=data.metrics[:PRETRAIN_METRICS])
+    data = replace(data, metrics=shown(data.metrics))
     metrics = {f"{ZERO_SHOT} {name}": value for name, value in judge_run(model, before, data).items()}
     start = {"model": str(model)} if isinstance(model, Path) else {}
     summary = _trained(run, {**spec["fine_tuning"], **start, "data": data.train, "seed": spec["seed"]})

@@ -12,6 +12,7 @@ from contaccum.experiments.grid import CORRECTED, Cell, Experiment, Scale
 
 PAIRS = "crops"
 ZERO_SHOT, FINE_TUNED = "zero-shot", "fine-tuned"  # before the names of metrics
+METRICS = ("MRR@10", "NDCG@10", "NDCG@20", "Top@1", "Top@20")  # those of a data set that are shown: each has two columns
 LARGEST_CORRECTED = 8192  # tuples: a correction costs the square of the bank
 
 
@@ -27,6 +28,10 @@ def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:
         for lr in scale.pretraining.rates
     ]
     return [Cell("no pre-training", {}, {"method": "none"}, "fine-tune"), *rated]
+
+
+def shown(metrics: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in metrics if name in METRICS)
 
 
 def fine_tuning(scale: Scale) -> dict[str, Any]:
