@@ -1,6 +1,6 @@
 """Plain text into the set that pairs are drawn from: pieces of documents with a key of each document, duplicates dropped.
 
-Memory is bounded: texts are streamed to disk, 8 bytes of each are held.
+Memory is bounded: texts are streamed to disk; of each piece 8 bytes are held, and a few times that while duplicates are looked for.
 """
 
 from __future__ import annotations
