@@ -19,7 +19,8 @@ from contaccum.common.errors import DataError
 from contaccum.common.outputs import read_json, write_json
 from contaccum.data.guess import guess_columns
 from contaccum.data.held_out import hold_out
-from contaccum.data.prepare import PrepareSummary, SplitSummary, prepare, save_splits, write_split
+from contaccum.data.prepare import prepare
+from contaccum.data.prepared import PrepareSummary, SplitSummary, save_splits, write_split
 from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
 from contaccum.data.readers.collections import count_lines, encoded_texts
 from contaccum.data.sources import check_may_exist, detect

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -60,7 +60,8 @@ def as_table(columns: dict[str, list[Any]]) -> Dataset:
     return Dataset.from_dict({name: columns.get(name, empty) for name in FEATURES}, features=FEATURES)
 
 
-def _saved(folder: Path, split: str) -> Dataset:
+def load_splits(folder: Path, split: str) -> Dataset:
+    """The rows of a split, or of several, of a data set on disk."""
     if not is_saved(folder):
         raise DataError(f"{folder} is neither a BEIR folder (no corpus.jsonl) nor a saved data set (no dataset_dict.json)")
     tables = load_saved(folder)
@@ -68,7 +69,15 @@ def _saved(folder: Path, split: str) -> Dataset:
     if missing_splits := [name for name in names if name not in tables]:
         raise DataError(f"{folder} has no split {missing_splits[0]!r}; it has {listed(tables)}")
     with readable(f"{folder} cannot be read as a saved data set", REMEDY):
-        return _as_training_set(datasets.concatenate_datasets([tables[name] for name in names]), folder)
+        return datasets.concatenate_datasets([tables[name] for name in names])
+
+
+def _saved(folder: Path, split: str) -> Dataset:
+    dataset = load_splits(folder, split)
+    if {"text", "document"} <= set(dataset.column_names):
+        raise DataError(f"{folder} holds texts that pairs are drawn from; contaccum train reads it, other commands need pairs")
+    with readable(f"{folder} cannot be read as a saved data set", REMEDY):
+        return _as_training_set(dataset, folder)
 
 
 def _as_training_set(dataset: Dataset, folder: Path) -> Dataset:
@@ -139,6 +148,12 @@ def _negative_counts(dataset: Dataset) -> list[int]:
     """Hard negatives per row, without reading their texts."""
     counts: list[int] = pyarrow.compute.list_value_length(dataset.with_format("arrow")["negatives"][:]).to_pylist()
     return counts
+
+
+class DrawnByEpoch(Protocol):
+    """A transform that draws other values for every epoch."""
+
+    epoch: int
 
 
 class DrawNegatives:

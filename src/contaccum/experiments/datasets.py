@@ -59,6 +59,7 @@ class Ready:
     match: str
     metrics: tuple[str, ...]
     hard_negatives: bool
+    whole_collection: str = ""  # of which `collection` may be a part
 
 
 def check_source(name: str, source: Path | None) -> None:
@@ -90,12 +91,12 @@ def _harvested(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Re
     if not is_beir(data):
         test = scale.queries or HARVEST_TEST
         write_beir(harvest(limit=HARVESTED if scale.rows is None else scale.rows + test), data, test=test)
-    return _judged(dataset, data, data, data)
+    return _judged(dataset, data, data, data, data)
 
 
 def _beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
     beir = source / "beir" if is_beir(source / "beir") else source  # of a prepared folder
-    return _judged(dataset, source, *_smaller_beir(dataset, beir, folder, scale))
+    return _judged(dataset, source, beir, *_smaller_beir(dataset, beir, folder, scale))
 
 
 def _msmarco(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
@@ -104,12 +105,13 @@ def _msmarco(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Read
     if not (folder / "train").exists():
         prepare(str(source), folder / "train", "msmarco", max_negatives=5)
     beir = source if is_beir(source) else source / "msmarco"
-    return _judged(dataset, folder / "train", *_smaller_beir(dataset, beir, folder, scale))
+    return _judged(dataset, folder / "train", beir, *_smaller_beir(dataset, beir, folder, scale))
 
 
-def _judged(dataset: DataSet, train: Path, collection: Path, judged: Path) -> Ready:
+def _judged(dataset: DataSet, train: Path, whole: Path, collection: Path, judged: Path) -> Ready:
     negatives = has_negatives(load_training_set(train, "train", limit=1000))
-    return Ready(str(train), str(collection), str(judged), dataset.split, str(judged), dataset.match, dataset.metrics, negatives)
+    judging = (str(collection), str(judged), dataset.split, str(judged), dataset.match, dataset.metrics)
+    return Ready(str(train), *judging, negatives, str(whole))
 
 
 def _smaller_beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> tuple[Path, Path]:
@@ -130,8 +132,8 @@ def _smaller_beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) ->
 def _dpr(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
     from contaccum.data.prepare import prepare
 
-    collection = next((path for path in sorted(source.iterdir()) if ".tsv" in path.suffixes), None)
-    if collection is None:
+    whole = collection = next((path for path in sorted(source.iterdir()) if ".tsv" in path.suffixes), None)
+    if whole is None or collection is None:
         raise DataError(f"{source} holds no passages .tsv (also .gz, .xz); put psgs_w100.tsv.gz there")
     train = folder / "train"
     if not train.exists():
@@ -147,7 +149,8 @@ def _dpr(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
         collection = _passages_for(queries, collection, folder / "small.jsonl", dataset.match, scale.passages)
         test = folder / "queries.jsonl"
         write_jsonl(test, ({"_id": q.id, "text": q.text, "answers": q.answers} for q in queries))
-    return Ready(str(train), str(collection), str(test), None, None, dataset.match, ("Top@1", "Top@5", "Top@20", "Top@100"), True)
+    metrics = ("Top@1", "Top@5", "Top@20", "Top@100")
+    return Ready(str(train), str(collection), str(test), None, None, dataset.match, metrics, True, str(whole))
 
 
 def _mined(train: Path, collection: Path, output: Path) -> Path:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+TRAINED = ("train", "pretrain", "fine-tune")
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -14,15 +16,31 @@ class Cell:
     group: str  # "contaccum, n = 8"
     options: dict[str, Any]  # TrainConfig fields, or of the measurement
     facts: dict[str, Any] = field(default_factory=dict)  # what tables and plots sort by: {"n": 8, "bank": 1024}
-    kind: str = "train"  # or a measurement of `contaccum.experiments.cell`
+    kind: str = "train"  # or another of `contaccum.experiments.cell.KINDS`
     evaluated: bool = True  # search and judge the test queries after training
     seed: int = 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is no mere measurement."""
+        return self.kind in TRAINED
 
     @property
     def name(self) -> str:
         """A folder's name."""
         words = "".join(letter if letter.isalnum() or letter in ".+" else " " for letter in self.group).split()
         return "-".join([*words, f"seed{self.seed}"])
+
+
+@dataclass(frozen=True)
+class PreTraining:
+    """How large the runs of `pretrain` are."""
+
+    samples: int  # of each cell
+    batches: tuple[int, ...]  # of GradCache
+    micro: tuple[int, ...]
+    banks: tuple[int, ...]
+    rates: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,7 @@ class Scale:
     bench_model: str
     bench_tokens: tuple[int, int]  # queries, passages
     train: dict[str, Any]  # TrainConfig fields
+    pretraining: PreTraining
     rows: int | None = None  # training rows, test queries and passages at most; None: all
     queries: int | None = None
     passages: int | None = None
@@ -70,12 +89,24 @@ _PAPERS = Scale(
     bench_model="bert-base",
     bench_tokens=(256, 256),
     train=_PAPER,
+    pretraining=PreTraining(8192 * 1250, (128, 1024, 8192), (8, 32), (1024, 8192, 65_536), (2e-5, 1e-4, 5e-4)),
 )
+_SMALLER = replace(
+    _PAPERS,
+    bank=1024,
+    speed_totals=(8, 32, 128, 512),
+    bench_tokens=(32, 128),
+    train=_SMALL,
+    pretraining=PreTraining(8192 * 125, (128, 1024, 8192), (8, 32), (1024, 8192, 65_536), (2e-5, 1e-4, 5e-4)),
+    rows=20_000,
+    speed_updates=1,
+)
+_SHORT = {**_SMALL, "pooling": "mean", "max_seq_length": 32, "diagnose_every": 0}
+_ON_CPU = PreTraining(8192 * 4, (128, 1024, 8192), (8, 32), (256, 1024), (1e-3, 4e-3))
 SCALES = {
     "paper": _PAPERS,
-    "small": replace(
-        _PAPERS, bank=1024, speed_totals=(8, 32, 128, 512), bench_tokens=(32, 128), train=_SMALL, rows=20_000, speed_updates=1
-    ),
+    "small": _SMALLER,
+    "cpu": replace(_SMALLER, train=_SHORT, pretraining=_ON_CPU, rows=5120, queries=1000, passages=5000),
     "tiny": Scale(
         micro=(2, 4, 8),
         bank=16,
@@ -87,6 +118,7 @@ SCALES = {
         bench_model="tiny",
         bench_tokens=(8, 8),
         train=_TINY,
+        pretraining=PreTraining(32, (8, 16), (2,), (16,), (1e-3,)),
         rows=48,
         queries=12,
         passages=60,
@@ -107,4 +139,4 @@ class Experiment:
 
 def with_seeds(cells: Sequence[Cell], seeds: Sequence[int]) -> list[Cell]:
     """Every cell once per seed, seed by seed, so that an interrupted grid is complete for the first seeds. Measurements have one."""
-    return [replace(cell, seed=seed) for i, seed in enumerate(seeds) for cell in cells if i == 0 or cell.kind == "train"]
+    return [replace(cell, seed=seed) for i, seed in enumerate(seeds) for cell in cells if i == 0 or cell.trains]

@@ -11,23 +11,25 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from contaccum.common.outputs import check_output, gone_if_refused, write_json, write_text
 from contaccum.common.provenance import provenance
-from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, simmass, speed
+from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, pretrain, simmass, speed
 from contaccum.experiments.datasets import DATASETS, Ready, check_source, corpus_texts, ready
 from contaccum.experiments.grid import SCALES, Cell, Experiment, Scale, with_seeds
 from contaccum.experiments.processes import in_processes, in_this_process
 from contaccum.experiments.tables import rows_of, table_of
 
 EXPERIMENTS: dict[str, Experiment] = {
-    module.EXPERIMENT.name: module.EXPERIMENT for module in (main_table, ablation, bank_size, speed, gradnorm, simmass, memory)
+    module.EXPERIMENT.name: module.EXPERIMENT for module in (main_table, ablation, bank_size, speed, gradnorm, simmass, memory, pretrain)
 }
 MEASURED = {"speed": {"bank"}, "memory": set[str]()}  # experiments that train nothing, and the settings that they have
+RANDOM = "random"  # in place of a model: an encoder of random weights
 SCRATCH = {"vocabulary": 2000, "width": 32, "layers": 1, "seed": 0}
+LARGER_SCRATCH = {"vocabulary": 8192, "width": 64, "layers": 2, "seed": 0}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Request:
     dataset: str = "harvest"
     data: Path | None = None
     scale: str = "small"
-    model: str | None = None  # None: bert-base-uncased; at scale tiny a small one from random weights
+    model: str | None = None  # None: bert-base-uncased, at scale tiny as `RANDOM`
     seeds: tuple[int, ...] = (0,)
     jobs: int = 1
     settings: tuple[tuple[str, Any], ...] = ()  # TrainConfig fields that override the scale's
@@ -83,11 +85,11 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
     for cell in cells:
         _check_finished(cell, folders[cell.name], dict(request.settings))
     waiting = [cell for cell in cells if not (folders[cell.name] / "result.json").exists()]
-    if any(cell.kind == "train" for cell in waiting) and not (request.output / "data").exists():
+    if any(cell.trains for cell in waiting) and not (request.output / "data").exists():
         check_source(request.dataset, request.data)
     with gone_if_refused(request.output):
         _claim(request)
-        base = _base(request, any(cell.kind == "train" for cell in waiting))
+        base = _base(request, any(cell.trains for cell in waiting))
     say(f"{experiment.name} ({experiment.paper}): {len(cells)} cells, {len(cells) - len(waiting)} finished before")
     if waiting:
         for cell in waiting:
@@ -123,7 +125,7 @@ def _check_finished(cell: Cell, folder: Path, settings: dict[str, Any]) -> None:
     if not (folder / "result.json").exists():
         return
     before = json.loads((folder / "cell.json").read_text(encoding="utf-8"))["options"]
-    wanted = json.loads(json.dumps({**settings, **cell.options} if cell.kind == "train" else cell.options))
+    wanted = json.loads(json.dumps({**settings, **cell.options} if cell.trains else cell.options))
     for name, value in wanted.items():
         if before.get(name) != value:
             raise ValueError(f"{folder} was computed with {name}={before.get(name)!r}, not {value!r}; use another --output or delete it")
@@ -148,6 +150,8 @@ class _Base:
 
     data: Ready | None
     options: dict[str, Any]
+    documents: Path | None = None  # to pre-train on
+    fine_tuning: dict[str, Any] = field(default_factory=dict)
 
 
 def _base(request: Request, trains: bool) -> _Base:
@@ -160,25 +164,39 @@ def _base(request: Request, trains: bool) -> _Base:
         options["epochs"] = DATASETS[request.dataset].epochs
     if scale.rows is not None:
         options["limit"] = scale.rows
-    return _Base(data, {**options, **dict(request.settings)})
+    options |= dict(request.settings)
+    if request.experiment != pretrain.EXPERIMENT.name:
+        return _Base(data, options)
+    return _Base(data, options, _documents(data, folder), pretrain.fine_tuning(scale))
+
+
+def _documents(data: Ready, folder: Path) -> Path:
+    from contaccum.data.prepare import prepare
+
+    documents = folder / "documents"
+    if not documents.exists():
+        prepare(data.whole_collection, documents, unsupervised=pretrain.PAIRS)
+    return documents
 
 
 def _model(request: Request, data: Ready, folder: Path, scale: Scale) -> str:
-    if request.model is not None or request.scale != "tiny":
+    if request.model not in (None, RANDOM) or (request.model is None and request.scale != "tiny"):
         return request.model or "bert-base-uncased"
     from contaccum.towers.random_encoder import write_encoder
 
     encoder = folder / "encoder"
     if not (encoder / "config.json").exists():
-        write_encoder(corpus_texts(data, 500), encoder, max_seq_length=scale.train["max_seq_length"], **SCRATCH)
+        shape = SCRATCH if request.scale == "tiny" else LARGER_SCRATCH
+        write_encoder(corpus_texts(data, 10 * shape["vocabulary"]), encoder, max_seq_length=scale.train["max_seq_length"], **shape)
     return str(encoder)
 
 
 def _write_spec(cell: Cell, folder: Path, base: _Base) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    train = cell.kind == "train"
-    options = {**base.options, **cell.options} if train else cell.options
-    spec = {**asdict(cell), "options": options, "data": asdict(base.data) if train and base.data else None}
+    options = {**base.options, **cell.options} if cell.trains else cell.options
+    spec = {**asdict(cell), "options": options, "data": asdict(base.data) if cell.trains and base.data else None}
+    if base.documents is not None:
+        spec |= {"documents": str(base.documents), "fine_tuning": {**base.options, **base.fine_tuning}}
     write_json(folder / "cell.json", spec)
 
 

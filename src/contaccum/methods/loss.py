@@ -13,13 +13,16 @@ from contaccum.methods.table import Batches, get_method
 SCALES = {"dot": 1.0, "cosine": 20.0}  # where none is given
 
 
-def build_loss(config: TrainConfig, model: SentenceTransformer, batches: Batches, gather_across_devices: bool = False) -> ContAccumLoss:
+def build_loss(
+    config: TrainConfig, model: SentenceTransformer, batches: Batches, gather_across_devices: bool = False, mask_labels: bool = False
+) -> ContAccumLoss:
     """The loss of `config.method` around `model`; `config.bank` must be a number."""
     method = get_method(config.method)
     options = {
         "similarity_fct": {"dot": dot_score, "cosine": cos_sim}[config.similarity],
         "scale": config.scale or SCALES[config.similarity],
         "gather_across_devices": gather_across_devices,
+        "mask_labels": mask_labels and config.mask_duplicates,
         "bank_size": config.bank_size if method.bank else 0,
         "query_bank_size": (config.query_bank if method.query_bank else 0) if method.bank else None,
         "clear_after_update": method.clear_after_update,

@@ -29,7 +29,10 @@ POOLINGS = ("cls", "mean", "lasttoken")
 USUAL_LENGTH = 256  # tokens
 SIMILARITIES = ("dot", "cosine")
 # Sub-folders under which paired checkpoints are found: (queries, passages).
-PAIRS = (("query_encoder", "doc_encoder"), ("question_encoder", "ctx_encoder"), ("query", "passage"))
+PAIRS = (
+    *(("query_encoder", "doc_encoder"), ("question_encoder", "ctx_encoder"), ("query", "passage")),
+    ("query_0_Transformer", "document_0_Transformer"),  # as two towers are saved
+)
 
 Source = str | Path | PretrainedConfig
 
@@ -52,7 +55,8 @@ def dual_encoder(
 
     Args:
         model: hub name, model folder, `PretrainedConfig` (random weights; give `tokenizer`), folder with a pair of encoders in it
-            (`query_encoder/` and `doc_encoder/`, or `question_encoder/` and `ctx_encoder/`), or DPR's own `.cp` checkpoint.
+            (`query_encoder/` and `doc_encoder/`, `question_encoder/` and `ctx_encoder/`, or as two towers are saved here), or DPR's own
+            `.cp` checkpoint.
         passage_model: the passage tower's source; None: as `model`.
         tied: one tower for both.
         pooling: "cls", "mean" or "lasttoken".

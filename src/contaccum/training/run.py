@@ -30,6 +30,7 @@ from contaccum.common.errors import CheckpointError
 from contaccum.common.outputs import check_output, whole_path, write_json
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
+from contaccum.data.drawn_pairs import DrawPairs, drawn_kind, drawn_pairs
 from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives, without_blanks
 from contaccum.memory.halving import HalvingTrainer
 from contaccum.memory.limit import limit_memory, peak_bytes, process_peak_bytes
@@ -43,7 +44,7 @@ from contaccum.towers.lora import has_two_adapters, merge_lora
 from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
-from contaccum.training.runlog import EpochForNegatives, Progress, RunLog
+from contaccum.training.runlog import EpochForDraws, Progress, RunLog
 from contaccum.training.sound import check_weights, check_words
 from contaccum.training.trainer_arguments import training_arguments, warm_up
 
@@ -81,7 +82,8 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     if main:
         _say_adapters(config, model)
     config = _prepare_towers(config, model)
-    loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
+    labelled = isinstance(draw, DrawPairs) and draw.labelled
+    loss = build_loss(config, model, batches, gather_across_devices=processes > 1, mask_labels=labelled)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
     trainer = (HalvingTrainer if auto and not get_method(config.method).one_batch else ContAccumTrainer)(
@@ -239,6 +241,10 @@ def _claim(run: Path, config: TrainConfig) -> None:
 
 
 def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
+    if (kind := drawn_kind(config.data)) is not None:
+        if config.hard_negatives:
+            raise ValueError(f"hard_negatives={config.hard_negatives}: pairs drawn from {config.data} have none; leave it out")
+        return *drawn_pairs(config.data, kind, config.split, config.limit, config.seed), []
     loaded = load_training_set(config.data, config.split, config.limit)
     dataset = without_blanks(loaded)
     if main and len(dataset) < len(loaded):
@@ -255,7 +261,7 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
 def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog, draw: Any, main: bool) -> list[TrainerCallback]:
     watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
     if draw is not None:
-        watching.append(EpochForNegatives(draw))
+        watching.append(EpochForDraws(draw))
     if config.diagnose_every:
         every, mass_every = config.diagnose_every, 5 * config.diagnose_every
         watching.append(Diagnostics(run / "diagnostics.jsonl", loss, every, mass_every, config.drift_every, writes=main))

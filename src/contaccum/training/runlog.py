@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from contaccum.adapters.trainer import FlushedLog, SkippedSteps
 from contaccum.core.criterion import DualBankInfoNCE
 from contaccum.core.micro_batch import MicroStep
-from contaccum.data.training_set import DrawNegatives
+from contaccum.data.training_set import DrawnByEpoch
 from contaccum.memory.limit import peak_bytes, process_peak_bytes
 from contaccum.training.logfile import append_lines, keep_updates, read_log
 from contaccum.training.sound import check_losses
@@ -144,10 +144,10 @@ def _memory() -> str:
     return f", {peak / 1e9:.1f} GB" if peak else ""
 
 
-class EpochForNegatives(TrainerCallback):
-    """Keeps the epoch of the drawn hard negatives at the trainer's."""
+class EpochForDraws(TrainerCallback):
+    """Keeps the epoch of what is drawn again for each (hard negatives, pairs) at the trainer's."""
 
-    def __init__(self, draw: DrawNegatives) -> None:
+    def __init__(self, draw: DrawnByEpoch) -> None:
         self.draw = draw
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
