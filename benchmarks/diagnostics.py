@@ -3,11 +3,12 @@
     python benchmarks/diagnostics.py --json diagnostics.json        # BERT-base, on a GPU; a quarter of an hour or so
     python benchmarks/diagnostics.py --every 2 --updates 10 --rounds 1 --json diagnostics.json  # an upper limit, in about a minute
     python benchmarks/diagnostics.py --model minilm-l3 --n-total 32 --passage-tokens 16 --updates 50 --rounds 2  # minutes on a CPU
+    python benchmarks/diagnostics.py --operators --model tiny --n-total 32 --passage-tokens 16 --updates 50  # counts, in seconds
 
 Random weights, made-up texts of full length, one hard negative, and a bank that is full from the start. A turn trains a few updates and
 times those that follow, whole, waiting for a GPU only before the first and after the last of them. "In hooks" is the time inside the
 diagnostics' own hooks: exact where the ratio is noisy, and on a GPU an upper limit, for they also wait there for work that any training
-has to wait for later. Goal: under 1 %.
+has to wait for later. Goal: under 1 %. `--operators` counts what an update launches and what it reads from the device, on a CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum.adapters.trainer import ContAccumTrainer
@@ -49,7 +51,9 @@ HOOKS = {
     "on_step_end": "similarity mass and shift",
     "flush": "reading and writing",
 }
+READ = "aten._local_scalar_dense.default"  # of a value, which waits for the device
 Row = dict[str, Any]
+Watching = TypeVar("Watching", bound=TrainerCallback)
 
 
 def main() -> None:
@@ -63,33 +67,42 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="updates between timings; a smaller one gives an upper limit sooner")
     parser.add_argument("--updates", type=int, default=100, help=f"timed in a turn, a multiple of {MASSES} times --every")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each way")
+    parser.add_argument("--operators", action="store_true", help="count operators instead of measuring time")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     if min(args.every, args.updates, args.rounds) < 1 or args.updates % (MASSES * args.every):
         parser.error(f"--updates {args.updates} must be a multiple of {MASSES} * --every, for a turn to hold its share of everything")
     torch.set_float32_matmul_precision("highest")  # no TF32
     work = Workload(args.n_total, args.n_local, args.bank, args.query_tokens, args.passage_tokens)
-    turns = measure(args.model, work, args.every, args.updates, args.rounds)
-    found = compared(turns)
-    show_lines(table(found))
-    print(f"diagnostics add {found['overhead']:.2%}, in hooks {found['hooks_share']:.2%}; goal: under {GOAL:.0%}")
-    for name, seconds in found["hooks_seconds"].items():
-        print(f"  {name}: {1000 * seconds:.3f} ms an update, {seconds / found['seconds_on']:.3%}")
+    if args.operators:
+        found = operators(args.model, work, args.every, args.updates)
+        show_lines(operators_table(found))
+    else:
+        turns = measure(args.model, work, args.every, args.updates, args.rounds)
+        found = {**compared(turns), "turns": turns}
+        show_lines(table(found))
+        print(f"diagnostics add {found['overhead']:.2%}, in hooks {found['hooks_share']:.2%}; goal: under {GOAL:.0%}")
+        for name, seconds in found["hooks_seconds"].items():
+            print(f"  {name}: {1000 * seconds:.3f} ms an update, {seconds / found['seconds_on']:.3%}")
     if args.json:
-        content = {"model": args.model, **asdict(work), "every": args.every, "updates": args.updates, **found, "turns": turns}
+        content = {"model": args.model, **asdict(work), "every": args.every, "updates": args.updates, **found}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"provenance": provenance(SEED), **content}, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(size: str, work: Workload, every: int, updates: int, rounds: int) -> list[Row]:
+    return [turn(config, work) for config in configurations(size, work, in_turns(every, rounds), updates)]
+
+
+def configurations(size: str, work: Workload, turns: Iterable[int], updates: int) -> Iterator[TrainConfig]:
+    """A training for each `diagnose_every` in `turns`, of the same model and texts, which are there until the last is done."""
     with tempfile.TemporaryDirectory() as scratch:
         folder, tokens = Path(scratch), max(work.query_tokens, work.passage_tokens)
         write_model(folder / "model", tower_config(size, tokens))
         rows = max(work.bank, work.n_total * (WARM_UP + updates))
         write_texts(folder / "texts.jsonl", rows, work.hard_negatives, work.query_tokens, work.passage_tokens)
-        turns = []
-        for place, diagnose_every in enumerate(in_turns(every, rounds)):
-            config = TrainConfig(
+        for place, diagnose_every in enumerate(turns):
+            yield TrainConfig(
                 data=str(folder / "texts.jsonl"),
                 output=str(folder / f"run-{place}"),
                 model=str(folder / "model"),
@@ -102,8 +115,6 @@ def measure(size: str, work: Workload, every: int, updates: int, rounds: int) ->
                 diagnose_every=diagnose_every,
                 seed=SEED,
             )
-            turns.append(turn(config, work))
-        return turns
 
 
 def in_turns(every: int, rounds: int) -> Iterator[int]:
@@ -114,24 +125,10 @@ def in_turns(every: int, rounds: int) -> Iterator[int]:
 
 def turn(config: TrainConfig, work: Workload) -> Row:
     """One training: seconds of a timed update, and of those the seconds in each hook."""
-    clocks: list[Clock] = []
-
-    def clocked(*args: Any, **kwargs: Any) -> ContAccumTrainer:
-        trainer = ContAccumTrainer(*args, **kwargs)
-        clocks.append(Clock(trainer, work))
-        trainer.add_callback(clocks[0])  # behind all others
-        return trainer
-
-    def unsaved(*_: Any) -> None:
-        """The model is not needed."""
-
-    changed: dict[str, Any] = {"ContAccumTrainer": clocked, "Diagnostics": TimedDiagnostics, "_finish": unsaved}
-    with warnings.catch_warnings(), mock.patch.multiple("contaccum.training.run", **changed):
-        warnings.filterwarnings("ignore", "the bank's vectors have shifted")  # from made-up vectors to the towers'
-        train(config)
-    (before, spent_before), (after, spent) = clocks[0].readings
+    clock = trained(config, lambda trainer: Clock(trainer, work), Diagnostics=TimedDiagnostics)
+    (before, spent_before), (after, spent) = clock.readings
     updates = int(config.max_updates or 0) - WARM_UP
-    clocks.clear()
+    del clock
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -140,6 +137,25 @@ def turn(config: TrainConfig, work: Workload) -> Row:
         "seconds": (after - before) / updates,
         "hooks_seconds": {told: (spent[name] - spent_before[name]) / updates for name, told in HOOKS.items()},
     }
+
+
+def trained(config: TrainConfig, watching: Callable[[ContAccumTrainer], Watching], **changed: Any) -> Watching:
+    """What watched a training from behind all other callbacks."""
+    found: list[Watching] = []
+
+    def watched(*args: Any, **kwargs: Any) -> ContAccumTrainer:
+        trainer = ContAccumTrainer(*args, **kwargs)
+        found.append(watching(trainer))
+        trainer.add_callback(found[0])
+        return trainer
+
+    def unsaved(*_: Any) -> None:
+        """The model is not needed."""
+
+    with warnings.catch_warnings(), mock.patch.multiple("contaccum.training.run", ContAccumTrainer=watched, _finish=unsaved, **changed):
+        warnings.filterwarnings("ignore", "the bank's vectors have shifted")  # from made-up vectors to the towers'
+        train(config)
+    return found[0]
 
 
 class TimedDiagnostics(Diagnostics):
@@ -160,12 +176,11 @@ class TimedDiagnostics(Diagnostics):
         return timed
 
 
-class Clock(TrainerCallback):
-    """Fills the bank when training begins; reads clock and hooks after the warm-up and at the end."""
+class FullBank(TrainerCallback):
+    """Fills the bank when training begins."""
 
     def __init__(self, trainer: ContAccumTrainer, work: Workload) -> None:
         self.trainer, self.work = trainer, work
-        self.readings: list[tuple[float, Counter[str]]] = []
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss: Any = self.trainer.loss
@@ -173,12 +188,65 @@ class Clock(TrainerCallback):
         fill_bank(loss, loss.model, self.work)
         loss.criterion.observers = observers
 
+
+class Clock(FullBank):
+    """Reads clock and hooks after the warm-up and at the end."""
+
+    def __init__(self, trainer: ContAccumTrainer, work: Workload) -> None:
+        super().__init__(trainer, work)
+        self.readings: list[tuple[float, Counter[str]]] = []
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step in (WARM_UP, state.max_steps):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             diagnostics = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, TimedDiagnostics)]
             self.readings.append((time.perf_counter(), Counter(diagnostics[0].spent) if diagnostics else Counter()))
+
+
+class Counted(FullBank):
+    """Counts the operators of each update."""
+
+    def __init__(self, trainer: ContAccumTrainer, work: Workload) -> None:
+        super().__init__(trainer, work)
+        self.mode, self.updates = Counting(), list[Counter[str]]()
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        self.mode.__enter__()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.updates.append(self.mode.seen)
+        self.mode.seen = Counter()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.mode.__exit__(None, None, None)
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(operator)] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def operators(size: str, work: Workload, every: int, updates: int) -> Row:
+    """Of an update that writes nothing, and of one that writes: operators, and values that are read from the device."""
+    off, on = (trained(c, lambda t: Counted(t, work)).updates for c in configurations(size, work, (0, every), updates))
+    places = {"ordinary": every + 1, "written": 2 * every - 1}  # the second lines' end
+    return {
+        kind: {way: {"operators": seen[place].total(), "reads": seen[place][READ]} for way, seen in (("off", off), ("on", on))}
+        for kind, place in places.items()
+    }
+
+
+def operators_table(found: Row) -> list[list[str]]:
+    head = ["update", "operators", "with diagnostics", "reads", "with diagnostics"]
+    lines = [[str(found[kind][way][name]) for name in ("operators", "reads") for way in ("off", "on")] for kind in found]
+    return [head, *([kind, *line] for kind, line in zip(found, lines, strict=True))]
 
 
 def compared(turns: Sequence[Row]) -> Row:

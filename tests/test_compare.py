@@ -220,13 +220,16 @@ class TestSource:
             (["title", "text", "query"], "query", "text", ()),
             (["erste", "zweite"], "erste", "zweite", ()),
             (["document", "erste"], "erste", "document", ()),
+            (["kind", "erste", "zweite"], "erste", "zweite", ()),
         ],
     )
     def test_columns_are_guessed(self, names: list[str], query: str, positive: str, negatives: tuple[str, ...], tmp_path: Path) -> None:
         from contaccum.data.guess import guess_columns
 
         file = tmp_path / "a.jsonl"
-        file.write_text("".join(json.dumps({name: f"{name} {i}" for name in names}) + "\n" for i in range(5)))
+        blanks = {"kind": "-"}  # one word
+        lines = [{name: f"{name}{blanks.get(name, ' ')}{i}" for name in names} for i in range(5)]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         guess = guess_columns(str(file))
         assert (guess.columns.query, guess.columns.positive, guess.columns.negatives) == (query, positive, negatives)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 from conftest import rows, write_beir
@@ -167,6 +168,37 @@ def test_without_learning_nothing_drifts(tiny_encoder, tmp_path) -> None:
     drifts = [line["drift"] for line in read_log(tmp_path / "d.jsonl") if "drift" in line]
     assert drifts
     assert all(e[f"{what}_cosine"] == pytest.approx(1, abs=1e-5) for entries in drifts for e in entries for what in ("query", "passage"))
+
+
+def test_there_are_none_unless_they_are_asked_for_and_drift_is_enough(jsonl, model_folder, tmp_path) -> None:
+    for name, asked in (("plain", {}), ("drift", {"drift_every": 2})):
+        train(TrainConfig(**options(jsonl(48), model_folder, tmp_path / name, save_every=0, **asked)))
+    assert not (tmp_path / "plain" / "diagnostics.jsonl").exists()
+    lines = read_log(tmp_path / "drift" / "diagnostics.jsonl")
+    assert [line["update"] for line in lines if "drift" in line] == list(range(2, len(lines) + 1, 2))
+    assert not any("seconds" in line for line in lines)
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that are read one by one, which waits for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(operator) == "aten._local_scalar_dense.default"
+        return operator(*args, **(kwargs or {}))
+
+
+def test_nothing_is_read_from_the_device_before_it_is_written(tiny_encoder, tmp_path) -> None:
+    found = []
+    for watched in (False, True):
+        model = tiny_encoder(dropout=0.0)
+        loss = ContAccumLoss(model, bank_size=8)
+        callbacks = [Diagnostics(tmp_path / "d.jsonl", loss, every=10_000, mass_every=0, writes=False)] if watched else []
+        with Reads() as reads:
+            trained(model, tmp_path / f"run-{watched}", loss=loss, callbacks=callbacks)
+        found.append(reads.count)
+    assert 0 < found[0] == found[1]
 
 
 def test_watching_changes_no_bit(jsonl, model_folder, tmp_path) -> None:

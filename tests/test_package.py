@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import venv
+import zipfile
+from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,9 +48,76 @@ def test_commands_show_their_help_without_torch() -> None:
     ]
 
 
-def test_the_documented_loop_runs_and_learns() -> None:
-    """The example in docs/criterion.md is run as it stands."""
+def documented_loop() -> str:
+    """The example in docs/criterion.md as it stands."""
     (loop,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "docs" / "criterion.md").read_text(), flags=re.DOTALL)
-    assert len(loop.strip().splitlines()) <= 20
-    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", run(loop))]
+    return loop
+
+
+def check_learnt(printed: str) -> None:
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", printed)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Wheel and sdist, built from a copy: nothing is left in the checkout."""
+    if int(version("setuptools").split(".")[0]) < 77:
+        pytest.skip("needs setuptools >= 77")
+    copy, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+    for folder in ("src", "tests", "benchmarks"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for file in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / file, copy)
+    code = f"from setuptools import build_meta as b; b.build_sdist({str(out)!r}); b.build_wheel({str(out)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=copy)
+    return {"wheel": next(out.glob("*.whl")), "sdist": next(out.glob("*.tar.gz"))}
+
+
+def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: dict[str, Path]) -> None:
+    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")}
+    assets = {"contaccum/py.typed", "contaccum/report/page.css", "contaccum/report/page.js"}
+    with zipfile.ZipFile(built["wheel"]) as wheel:
+        names = set(wheel.namelist())
+        (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        metadata, entry = (wheel.read(f"{info}/{name}").decode() for name in ("METADATA", "entry_points.txt"))
+    assert {name for name in names if not name.startswith(info)} == sources | assets
+    assert "contaccum = contaccum.cli:main" in entry
+    assert {"Requires-Dist: torch>=2.6", "License-Expression: Apache-2.0", "Requires-Python: >=3.10"} <= set(metadata.splitlines())
+    assert "# contaccum" in metadata  # the README
+    with tarfile.open(built["sdist"]) as sdist:
+        stored = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {f"src/{name}" for name in sources | assets} | {"LICENSE", "README.md", "pyproject.toml"} <= stored
+    assert not any(name.startswith(("tests", "benchmarks")) for name in stored)
+
+
+def test_the_documented_loop_runs_and_learns_without_the_checkout(built: dict[str, Path], tmp_path: Path) -> None:
+    loop = documented_loop()
+    assert len(loop.strip().splitlines()) <= 20
+    with zipfile.ZipFile(built["wheel"]) as wheel:
+        wheel.extractall(tmp_path / "unpacked")
+    start = f"import sys; sys.path.insert(0, {str(tmp_path / 'unpacked')!r})\n"
+    end = "\nimport contaccum; from importlib.resources import files\n"
+    end += "print(contaccum.__file__, len(files('contaccum.report').joinpath('page.css').read_text()))"
+    done = subprocess.run([sys.executable, "-I", "-c", start + loop + end], check=True, capture_output=True, text=True, cwd=tmp_path)
+    check_learnt(done.stdout)
+    assert done.stdout.splitlines()[-1].startswith(str(tmp_path / "unpacked"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_installed_in_an_empty_environment(kind: str, built: dict[str, Path], tmp_path: Path) -> None:
+    """With what pip finds now, as CI does; torch is held to what `make` installs."""
+    venv.create(tmp_path / "empty", with_pip=True)
+    programs = tmp_path / "empty" / "bin"
+    install = [programs / "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", f"{built[kind]}[train]"]
+    subprocess.run([*map(str, install)], check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [str(programs / "python"), "-I", "-c", documented_loop()], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    check_learnt(done.stdout)
+    code = "import contaccum; contaccum.ContAccumLoss, contaccum.ContAccumTrainer; print(contaccum.__file__)"
+    done = subprocess.run([str(programs / "python"), "-I", "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.startswith(str(tmp_path / "empty"))
+    done = subprocess.run([str(programs / "contaccum"), "--version"], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "contaccum 0.1.0\n"

@@ -178,6 +178,7 @@ def test_defaults_are_resolved_written_told_and_resumed(method: str, correction,
     train(TrainConfig(**arguments))
     told = capsys.readouterr().err
     assert ("note: bank=4, for updates of 8 and 64 rows" in told) == METHODS[method].bank
+    assert "Computing" not in told  # the trainer's own bar
     config = load_config(tmp_path / "run" / "config.yaml", {})
     assert (config.bank, config.drift_correction) == (4 if METHODS[method].bank else 0, correction)
     assert config.warmup_updates < 24  # as many as there are, not the 1,237 of the defaults

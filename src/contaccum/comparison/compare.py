@@ -78,7 +78,7 @@ def compare(
     settings: dict[str, Any] | None = None,
     configurations: dict[str, dict[str, Any]] | None = None,
     title: str = "Which method for this data?",
-    introduction: str = "",
+    introduction: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
     """Compare training methods on your own data: same rows, same budget, judged by search. Interrupted, the same command goes on.
@@ -124,13 +124,23 @@ def compare(
     options = {name: {**base, **_schedule(size, found), **own} for name, own in chosen.items()}
     for own in options.values():
         split_update(get_method(own["method"]), own["n_total"], own["n_local"] or 1)
-    cells = _cells(options, base, seeds, found)
     ready = _ready(found, size, folder)
+    cells = _cells(options, base, seeds, ready)
     failed = _run(cells, folder, ready, size, found, tell)
     from contaccum.comparison.outcome import outcome
 
     runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
-    return outcome(folder, runs, options, found, size, failed, title, introduction)
+    return outcome(folder, runs, options, found, size, failed, title, _introduction(chosen) if introduction is None else introduction)
+
+
+def _introduction(chosen: dict[str, dict[str, Any]]) -> str:
+    """For whoever reads the page first."""
+    told = "; ".join(f"{name}: {get_method(options['method']).summary}" for name, options in chosen.items())
+    return (
+        f"What was compared. {told}. n_total is an update's samples, n_local those in memory at once. {BEFORE}: the model as it was. "
+        f"{WORDS}: search by shared words, without a model. {METRICS[0]} is 100 where the relevant passage always comes first, and 0 where "
+        "it is never among the first ten. Negatives are the passages that a query learns to be unlike, besides its own."
+    )
 
 
 def _named(place: str | Path) -> str:
@@ -241,14 +251,13 @@ def _schedule(size: Sizes, found: Prepared) -> dict[str, Any]:
     return {
         **{"n_total": size.n_total, "n_local": size.n_local, "epochs": size.epochs, "limit": size.limit},
         **{"warmup_updates": updates // 10, "save_every": LONG if updates > LONG else 0, "keep_checkpoints": 1},
-        **{"log_every": max(1, min(10, updates // 20)), "diagnose_every": max(1, min(10, updates // 20))},
-        **{"dev_every": max(1, updates // POINTS), "dev_passages": DEV_PASSAGES},
+        **{"log_every": max(1, min(10, updates // 20)), "dev_every": max(1, updates // POINTS), "dev_passages": DEV_PASSAGES},
     }
 
 
-def _cells(options: dict[str, dict[str, Any]], base: dict[str, Any], seeds: Sequence[int], found: Prepared) -> list[Cell]:
+def _cells(options: dict[str, dict[str, Any]], base: dict[str, Any], seeds: Sequence[int], ready: Ready) -> list[Cell]:
     """The longest first, so that none is waited for alone; baselines last."""
-    trained = [Cell(name, {**own, "dev": str(found.beir)}) for name, own in options.items()]
+    trained = [Cell(name, {**own, "dev": ready.collection}) for name, own in options.items()]
     trained.sort(key=lambda cell: not get_method(cell.options["method"]).cached)
     return [*with_seeds(trained, seeds), Cell(BEFORE, base, kind="untrained"), Cell(WORDS, {}, kind="bm25")]
 

@@ -154,7 +154,7 @@ def _cost(trained: Sequence[ConfigRow]) -> Iterator[str]:
 
 def command(data: Prepared, sizes: Sizes, options: Mapping[str, Any]) -> str:
     """`contaccum train` with these fields, on every row; where small data were passed over in part, on all of it."""
-    told = {**options, "data": data.folder, "split": ALL_SPLITS, "output": "runs/final"}
+    told = {**options, "data": data.folder, "model": _from_here(options["model"]), "split": ALL_SPLITS, "output": "runs/final"}
     told |= {"n_local": options["n_local"] or "auto", "warmup_updates": None, "limit": None}
     shown = [name for name in _ORDER if name in told] + sorted(set(told) - set(_ORDER) - set(_NOT_SHOWN))
     words = ["contaccum train"]
@@ -171,8 +171,11 @@ def _word(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _from_here(place: str) -> str:
+    """A path below the present folder without what leads there, for a line that is read."""
+    path = Path(place)
+    return str(path.relative_to(Path.cwd())) if path.is_absolute() and path.is_relative_to(Path.cwd()) else place
+
+
 _ORDER = ("data", "split", "model", "method", "tied", "pooling", "similarity", "n_total", "n_local", "memory", "epochs", "lr")
-_NOT_SHOWN = (
-    *("dev", "dev_every", "dev_passages", "log_every", "diagnose_every"),
-    *("save_every", "keep_checkpoints", "limit", "warmup_updates"),
-)
+_NOT_SHOWN = ("dev", "dev_every", "dev_passages", "log_every", "save_every", "keep_checkpoints", "limit", "warmup_updates")

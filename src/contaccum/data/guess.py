@@ -67,6 +67,7 @@ def guess_columns(
         rest = [name for name in free if name not in found]
         if len(rest) < found.count(None):
             raise DataError(f"{source}: {_lacking(texts, names)}; two columns of texts are needed, a query and its positive")
+        rest = sentences if len(sentences := _sentences(rest, records)) >= found.count(None) else rest
         found, how = (found[0] or rest.pop(0), found[1] or rest.pop(0)), "by place, as no usual name is there"
     columns = Columns(str(found[0]), str(found[1]), chosen_negatives)
     return Guess(columns, _described(columns, how, names))
@@ -114,6 +115,12 @@ def _holds_text(values: Iterable[Any]) -> bool:
     """Texts with letters, not numbers as texts, ids or addresses alone."""
     found = [value for value in values if value is not None and value != ""]
     return bool(found) and all(isinstance(value, str) for value in found) and any(any(map(str.isalpha, value)) for value in found)
+
+
+def _sentences(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns of which most texts have several words: the others are names, ids or kinds, if there is a choice."""
+    wordy = {name: [" " in str(value).strip() for record in records if (value := record.get(name))] for name in names}
+    return [name for name in names if sum(wordy[name]) > len(wordy[name]) / 2]
 
 
 def _plain(name: str) -> str:

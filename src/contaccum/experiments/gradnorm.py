@@ -30,4 +30,5 @@ EXPERIMENT = Experiment(
     "Gradient norm of the passage tower over the query tower's",
     cells,
     lambda rows, metric: curves(rows, "grad_norm_ratio", "update", "gradient norm ratio", level=1.0),
+    diagnosed=True,
 )

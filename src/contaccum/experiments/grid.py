@@ -58,6 +58,7 @@ class Scale:
     bench_tokens: tuple[int, int]  # queries, passages
     train: dict[str, Any]  # TrainConfig fields
     pretraining: PreTraining
+    diagnose_every: int = 10  # of experiments whose figure shows diagnostics
     rows: int | None = None  # training rows, test queries and passages at most; None: all
     queries: int | None = None
     passages: int | None = None
@@ -77,7 +78,7 @@ PAPERS = {"drift_correction": None, "gradient_scale": "paper"}  # the paper's ba
 CORRECTED = {"drift_correction": "mean+zero-sum"}  # our default, see docs/drift.md
 _PAPER = {"similarity": "dot", "pooling": "cls", "max_seq_length": 256, "lr": 2e-5, "warmup_updates": 1237}
 _SMALL = {"similarity": "cosine", "pooling": "cls", "max_seq_length": 128, "lr": 1e-4, "epochs": 1, "save_every": 0}
-_TINY = {"similarity": "cosine", "pooling": "mean", "max_seq_length": 16, "lr": 1e-3, "epochs": 1, "save_every": 0, "diagnose_every": 1}
+_TINY = {"similarity": "cosine", "pooling": "mean", "max_seq_length": 16, "lr": 1e-3, "epochs": 1, "save_every": 0}
 _PAPERS = Scale(
     micro=(8, 32, 128),
     bank=2048,
@@ -119,6 +120,7 @@ SCALES = {
         bench_tokens=(8, 8),
         train=_TINY,
         pretraining=PreTraining(32, (8, 16), (2,), (16,), (1e-3,)),
+        diagnose_every=1,
         rows=48,
         queries=12,
         passages=60,
@@ -135,6 +137,7 @@ class Experiment:
     title: str
     cells: Callable[[Scale, int, bool], list[Cell]]
     draw: Callable[[Sequence[dict[str, Any]], str], Any]  # result rows, headline metric -> matplotlib figure
+    diagnosed: bool = False  # its figure shows what diagnostics found
 
 
 def with_seeds(cells: Sequence[Cell], seeds: Sequence[int]) -> list[Cell]:

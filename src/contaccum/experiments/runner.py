@@ -63,7 +63,7 @@ class Request:
                 raise ValueError(f"--model has no meaning for {name}, which trains nothing; leave it out")
             if unused := sorted(settings.keys() - MEASURED[name]):
                 raise ValueError(f"--set {unused[0]} has no meaning for {name}, which trains nothing; leave it out")
-        if name in ("gradnorm", "simmass") and settings.get("diagnose_every") == 0:
+        if EXPERIMENTS[name].diagnosed and settings.get("diagnose_every") == 0:
             raise ValueError(f"--set diagnose_every=0 leaves {name} nothing to show; leave it out")
         if name == "gradnorm" and settings.get("tied"):
             raise ValueError("--set tied=true has one tower, and gradnorm shows the ratio of two; leave it out")
@@ -162,6 +162,8 @@ def _base(request: Request, trains: bool) -> _Base:
     options: dict[str, Any] = {**scale.train, "n_total": scale.n_total, "model": _model(request, data, folder, scale)}
     if request.scale == "paper":
         options["epochs"] = DATASETS[request.dataset].epochs
+    if EXPERIMENTS[request.experiment].diagnosed:
+        options["diagnose_every"] = scale.diagnose_every
     if scale.rows is not None:
         options["limit"] = scale.rows
     options |= dict(request.settings)

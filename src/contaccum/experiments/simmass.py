@@ -22,4 +22,5 @@ EXPERIMENT = Experiment(
     "Softmax mass on negatives by age, per passage",
     cells,
     lambda rows, metric: mass_by_age(rows),
+    diagnosed=True,
 )

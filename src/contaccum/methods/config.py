@@ -126,7 +126,7 @@ class TrainConfig:
     save_every: int = option(SAVING, 500, "updates between checkpoints; 0: none")
     keep_checkpoints: int = option(SAVING, 2, "checkpoints kept")
     log_every: int = option(SAVING, 10, "updates between writes to the log")
-    diagnose_every: int = option(SAVING, 10, "updates between two timings in diagnostics.jsonl; 0: no diagnostics")
+    diagnose_every: int = option(SAVING, 0, "write diagnostics.jsonl, with so many updates between two timings, as 10; 0: none")
     drift_every: int = option(SAVING, 0, "updates between two measurements of how far stored vectors have drifted; 0: none")
     dev: str | None = option(
         EVALUATION, None, "BEIR folder or prepared set with dev queries to search during training; the best model is kept"

@@ -29,7 +29,7 @@ class Summary:
     rows: list[ConfigRow]
     metrics: list[str]  # of all rows, in the order in which they first stand
     headline: str | None  # the metric that ranks them; None where no run was evaluated
-    baseline: ConfigRow | None  # what all are compared with; None: the best of each metric
+    baseline: ConfigRow | None  # what all are compared with; None: of each metric the best method
     tests: dict[str, dict[str, dict[str, Any]]]  # metric -> row's name -> that row against the reference (`paired_comparison`)
     pairs: list[Pair]  # comparisons that were asked for
 
@@ -37,7 +37,7 @@ class Summary:
         return best(self.rows, metric)
 
     def reference(self, metric: str) -> ConfigRow | None:
-        return self.baseline or self.best(metric)
+        return self.baseline or best_trained(self.rows, metric)
 
     def test(self, row: ConfigRow, metric: str) -> dict[str, Any] | None:
         """The row against the reference; None for the reference itself and where the two share no values per query."""
@@ -76,13 +76,18 @@ def summarise(
     asked = [(find_row(first, rows), find_row(second, rows)) for first, second in pairs]
     if same := next((pair for pair, (first, second) in zip(pairs, asked, strict=True) if first is second), None):
         raise ValueError(f"{same[0]} and {same[1]} are the same row of the table; compare runs that differ in more than the seed")
-    tests = {metric: _tests(rows, chosen or best(rows, metric), metric) for metric in metrics}
+    tests = {metric: _tests(rows, chosen or best_trained(rows, metric), metric) for metric in metrics}
     return Summary(rows, metrics, headline, chosen, tests, [_pair(first, second, metrics) for first, second in asked])
 
 
 def best(rows: Sequence[ConfigRow], metric: str) -> ConfigRow | None:
     """The row of the highest mean, the first of equals."""
     return max((row for row in rows if metric in row.metrics), key=lambda row: row.metrics[metric], default=None)
+
+
+def best_trained(rows: Sequence[ConfigRow], metric: str) -> ConfigRow | None:
+    """Of the methods: a model before training, or BM25, may be above them all. Where none was trained, the best of all."""
+    return best([row for row in rows if row.trained], metric) or best(rows, metric)
 
 
 def _tests(rows: Sequence[ConfigRow], reference: ConfigRow | None, metric: str) -> dict[str, dict[str, Any]]:

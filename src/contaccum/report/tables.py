@@ -108,7 +108,8 @@ def legend(summary: Summary) -> str:
     cells = f"Metrics in percent{seeds}. Bold: the best."
     if len(summary.ranked()) < 2:
         return cells
-    than = f"the baseline, {reference.name}" if summary.baseline else "the best of its column"
+    best = "the best of its column" if all(row.trained for row in summary.rows) else "the best trained method of its column"
+    than = f"the baseline, {reference.name}" if summary.baseline else best
     return (
         f"{cells} ≈: not significantly different from {than} (p ≥ {SIGNIFICANT}). p: two-sided paired t-test over queries, values averaged "
         "over seeds. It says whether other queries would give the same order, not other seeds, and is not corrected for the number of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from contaccum.common.errors import DataError
 from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels, read_texts
+from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.readers.files import find, shown
 from contaccum.data.training_set import load_training_set
 from contaccum.training.logfile import append_lines, keep_updates
@@ -18,7 +20,8 @@ from contaccum.training.logfile import append_lines, keep_updates
 METRICS = ("MRR", "NDCG", "Recall", "Accuracy")
 RANKS = (1, 10, 20, 100)
 TextsById = dict[str, Any]  # texts by id; Any for the evaluator, which takes pictures too
-Parts = tuple[TextsById, TextsById, dict[str, set[str]]]  # queries, passages, query -> relevant passages
+Passages = Callable[[], Iterator[tuple[str, Any]]]  # (id, text), read each time
+Parts = tuple[TextsById, Passages, dict[str, set[str]]]  # queries, passages, query -> relevant passages
 SHOWN = ("MRR@10", "NDCG@10", "Recall@100", "Accuracy@1", "Accuracy@20", "Accuracy@100")
 
 
@@ -39,9 +42,11 @@ def dev_evaluator(path: str | Path, split: str, passages: int | None, seed: int)
     passages, hard negatives included. With `passages`, over the relevant ones and at most so many others, drawn by `seed`.
     """
     folder = Path(path)
-    queries, collection, relevant = _of_beir(folder, split) if is_beir(folder) else _of_rows(folder, split)
-    if passages is not None:
-        collection = _some(collection, set().union(*relevant.values()), passages, seed)
+    queries, texts, relevant = _of_beir(folder, split) if is_beir(folder) else _of_rows(folder, split)
+    chosen = None if passages is None else _some((key for key, _ in texts()), set().union(*relevant.values()), passages, seed)
+    collection: TextsById = {key: text for key, text in texts() if chosen is None or key in chosen}
+    if (passage := next((key for keys in relevant.values() for key in keys if key not in collection), None)) is not None:
+        raise DataError(f"{folder}, split {split!r}: names the document {shown(passage)}, which corpus.jsonl does not hold")
     ranks = list(RANKS)
     at: dict[str, Any] = dict.fromkeys(("mrr_at_k", "ndcg_at_k", "accuracy_at_k", "precision_recall_at_k"), ranks)
     return InformationRetrievalEvaluator(queries, collection, relevant, name="dev", map_at_k=[100], write_csv=False, batch_size=128, **at)
@@ -50,15 +55,13 @@ def dev_evaluator(path: str | Path, split: str, passages: int | None, seed: int)
 def _of_beir(folder: Path, split: str) -> Parts:
     qrels = read_qrels(qrels_file(folder, split))
     relevant = {query: {doc for doc, grade in grades.items() if grade > 0} for query, grades in qrels.items()}
-    texts, collection = read_texts(find(folder, "queries.jsonl")), read_texts(find(folder, "corpus.jsonl"))
+    texts = read_texts(find(folder, "queries.jsonl"))
     relevant = {query: documents for query, documents in relevant.items() if documents}
     if not relevant:
         raise DataError(f"{folder} judges nothing as relevant in its split {split!r}; give another --dev or --dev-split")
     if (query := next((query for query in relevant if query not in texts), None)) is not None:
         raise DataError(f"{folder}, split {split!r}: names the query {shown(query)}, which queries.jsonl does not hold")
-    if (passage := next((key for keys in relevant.values() for key in keys if key not in collection), None)) is not None:
-        raise DataError(f"{folder}, split {split!r}: names the document {shown(passage)}, which corpus.jsonl does not hold")
-    return {query: texts[query] for query in relevant}, dict(collection), relevant
+    return {query: texts[query] for query in relevant}, lambda: encoded_texts(folder), relevant
 
 
 def _of_rows(path: Path, split: str) -> Parts:
@@ -75,13 +78,13 @@ def _of_rows(path: Path, split: str) -> Parts:
     for row in rows:  # a query with several positives has several rows
         queries[row["query"]] = row["query"]
         relevant.setdefault(row["query"], set()).add(number[row["positive"]])
-    return queries, collection, relevant
+    return queries, lambda: iter(collection.items()), relevant
 
 
-def _some(collection: TextsById, wanted: set[str], others: int, seed: int) -> TextsById:
-    rest = [key for key in collection if key not in wanted]
-    chosen = wanted | set(random.Random(seed).sample(rest, min(others, len(rest))))
-    return {key: text for key, text in collection.items() if key in chosen}
+def _some(keys: Iterable[str], wanted: set[str], others: int, seed: int) -> set[str]:
+    """Those wanted and some others; of a large collection only the ids are held."""
+    rest = [key for key in dict.fromkeys(keys) if key not in wanted]
+    return wanted | set(random.Random(seed).sample(rest, min(others, len(rest))))
 
 
 class DevLog(TrainerCallback):

@@ -31,6 +31,7 @@ from contaccum.core.micro_batch import MicroStep
 from contaccum.memory.limit import peak_bytes
 from contaccum.training.logfile import append_lines, keep_updates
 from contaccum.training.probe import BankProbe
+from contaccum.training.runlog import numbers
 from contaccum.training.stopwatch import Stopwatch
 
 HURTFUL_SHIFT = 1.0  # of `bank_shift`: 2.5 in the quickstart's collapsing run, 0.1 in the corrected one
@@ -104,7 +105,7 @@ class Diagnostics(FlushedLog):
             line |= {"memory": memory(self.loss.criterion.bank), "bank_shift": bank_shift(self.loss.criterion.bank)}
         self.waiting.append(line)
         self.update = state.global_step + 1
-        if timed:
+        if timed or "drift" in line:
             self.flush()
 
     def flush(self) -> None:
@@ -122,7 +123,8 @@ class Diagnostics(FlushedLog):
 
     def _resolved(self, line: dict[str, Any]) -> dict[str, Any]:
         """The line with tensors and clocks read."""
-        norms = {name: float(norm) for name, norm in line.pop("norms").items()}
+        of_tower = line.pop("norms")
+        norms = dict(zip(of_tower, numbers(list(of_tower.values())), strict=True))
         entry = {"update": line.pop("update"), **{f"{name}_grad_norm": norm for name, norm in norms.items()}}
         entry["grad_norm_ratio"] = norms["passage"] / norms["query"] if norms.get("query") else None
         watch: Stopwatch | None = line.pop("watch", None)

@@ -85,6 +85,8 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     labelled = isinstance(draw, DrawPairs) and draw.labelled
     loss = build_loss(config, model, batches, gather_across_devices=processes > 1, mask_labels=labelled)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
+    with without_bars():
+        model.model_card_data.set_widget_examples(dataset)  # the trainer, when it is made, would do so with a bar of its own
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
     trainer = (HalvingTrainer if auto and not get_method(config.method).one_batch else ContAccumTrainer)(
         model=model,
@@ -94,9 +96,6 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         evaluator=dev,
         callbacks=_callbacks(config, run, loss, log, draw, main),
     )
-    if main:
-        with without_bars():
-            model.model_card_data.set_widget_examples(dataset)  # which the trainer would do with a bar of its own
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if main:
@@ -262,7 +261,7 @@ def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog,
     watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
     if draw is not None:
         watching.append(EpochForDraws(draw))
-    if config.diagnose_every:
+    if config.diagnose_every or config.drift_every:
         every, mass_every = config.diagnose_every, 5 * config.diagnose_every
         watching.append(Diagnostics(run / "diagnostics.jsonl", loss, every, mass_every, config.drift_every, writes=main))
     if config.dev is not None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -99,9 +101,14 @@ class RunLog(FlushedLog, SkippedSteps):
         return max((line["negatives_per_query"] for line in self.written), default=None)
 
 
+def numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """Of tensors with one value each: read together, the device is waited for once."""
+    return torch.stack(list(tensors)).tolist() if tensors else []
+
+
 def _resolved(line: dict[str, Any]) -> dict[str, Any]:
     """The line with its tensors read: means over the micro-batches."""
-    losses, left_out = [float(loss) for loss in line["losses"]], [float(count) for count in line["left_out"]]
+    losses, left_out = numbers(line["losses"]), numbers(line["left_out"])
     known = {key: value for key, value in line.items() if key not in ("losses", "left_out")}
     counted = {"left_out_per_query": sum(left_out) / len(left_out)} if left_out else {}
     return known | counted | {"loss": sum(losses) / max(1, len(losses)), "micro_batches": len(losses)}
