@@ -169,9 +169,10 @@ class ContAccumCallback(SkippedSteps):
     def before_checkpoint(self, folder: Path) -> None:
         """Write the banks, and remove those of an earlier run by another number of processes."""
         file, self.saved = self._file(folder), folder
+        states = [loss.criterion.state_dict() for loss in bank_losses(self.loss)]  # in each process: all go on alike
         if file.name != f"{STATE_NAME}.pt" or self.saves:
             with whole_path(file) as part:
-                torch.save([loss.criterion.state_dict() for loss in bank_losses(self.loss)], part)
+                torch.save(states, part)
         if self.saves:
             current = {f"{STATE_NAME}_{rank}.pt" for rank in range(_world_size())} if file.name != f"{STATE_NAME}.pt" else {file.name}
             for other in folder.glob(f"{STATE_NAME}*.pt"):
