@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contaccum import DualBankInfoNCE
+from contaccum.core.corrected_bank import MOST_SCORES
 from contaccum.core.infonce import Columns, Rows, naive_dual_bank_infonce, rounded_to_tf32, row_log_sums, tensor_cores, unit_vectors
-from contaccum.core.kept_scores import MOST_SCORES
 from reference import ReferenceInfoNCE
 
 D = 6

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -233,6 +235,16 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if "dataset_name" in inputs:
             self.bank_callback.select_banks(inputs["dataset_name"])
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    @contextmanager
+    def weighing(self, share: float) -> Iterator[None]:
+        """Inside, `training_step` takes a part of a micro-batch, this share of its samples: it divides the loss by that much more."""
+        before = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = before / share  # type: ignore[assignment]  # a divisor, nothing else
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps = before
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = checkpoint_folder(self.args, self.state)

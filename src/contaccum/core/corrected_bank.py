@@ -19,7 +19,9 @@ from contaccum.core.direct_bank import DirectBank
 from contaccum.core.drift import RunningMeans
 from contaccum.core.finite import Finite, largest
 from contaccum.core.infonce import Blocks, Columns, Gradients, Past, Rows
-from contaccum.core.kept_scores import MOST_SCORES, KeptScores, Shift
+from contaccum.core.kept_scores import KeptScores, Shift
+
+MOST_SCORES = 134_217_728  # that are kept: of 8,192 tuples with a hard negative each, 512 MB
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from torch import Tensor
 from contaccum.core.infonce import CHUNK_SCORES, score_block
 from contaccum.core.rings import LazyBuffers, Rings
 
-MOST_SCORES = 134_217_728  # that are kept: of 8,192 tuples with a hard negative each, 512 MB
 _CHUNK = 4_194_304  # scores read at a time
 
 
