@@ -7,7 +7,7 @@ scores between the bank's entries; the same without, as beyond 134 million score
 
 Each cell runs in a process of its own, so that its peak memory is its own. "Extra" memory is the peak beyond what the process held
 with the current vectors alone: it includes the bank. The last three ways grow with the square of the bank, and are left out beyond
-`--square-up-to` and where the matrix would not fit in the memory at hand. On a CPU seconds are those of one core, whatever else runs.
+`--square-up-to`; the full matrix also where it would not fit in the memory at hand. On a CPU seconds are those of one core, whatever else runs.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def main() -> None:
         incremental = run_cell({**cell, "way": "incremental"})
         if incremental is None:
             raise SystemExit(f"a bank of {bank:,} does not fit in this device's memory")
-        square = bank <= args.square_up_to and may_fit(**cell)
-        found = {way: run_cell({**cell, "way": way}) if square else None for way in VARIANTS if way != "incremental"}
+        ways = [way for way in VARIANTS if way != "incremental" and bank <= args.square_up_to and (way != "full" or may_fit(**cell))]
+        found = {way: run_cell({**cell, "way": way}) for way in ways}
         rows.append({**cell, "incremental": incremental, **found})
         print(table_row(rows[-1]), flush=True)
     if args.json:
@@ -171,7 +171,7 @@ def peak(device: str) -> int:
 
 
 def table_row(cell: dict[str, Any]) -> str:
-    found = [cell[way] for way in VARIANTS]
+    found = [cell.get(way) for way in VARIANTS]
     told = [f"{1e3 * one['seconds']:9.2f} ms {one['extra_bytes'] / 2**20:6.0f} MB" if one else f"{'left out':>22}" for one in found]
     return " | ".join([f"{cell['bank']:7,} {cell['n']:3} {cell['similarity']:6}", *told])
 

@@ -4,6 +4,7 @@
 
 Random weights and made-up texts: queries of up to 32 tokens, passages whose lengths are spread as those of real collections are (lognormal,
 median 60, cut at 256). Both need the same room for their largest micro-batch. They take turns; on a CPU seconds are those of its cores.
+"without padding" are the micro-batches that the same budget makes where towers compute no padding: counted, not run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import BertConfig
 
 from contaccum.common.provenance import provenance
 from contaccum.experiments.workloads import SIZES
+from contaccum.memory.token_budget import budgeted
 from contaccum.methods.config import TrainConfig
 from contaccum.training.logfile import read_log
 from contaccum.training.run import train
@@ -45,14 +47,15 @@ def main() -> None:
         layers, width, heads = SIZES[args.model]
         config = BertConfig(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width)
         write_model(Path(name) / "model", config)
-        write_varied(Path(name) / "texts.jsonl", args.n_total * args.updates)
+        lengths = write_varied(Path(name) / "texts.jsonl", args.n_total * args.updates)
         for n in args.n_local:
             cases = {"samples": {"n_local": n}, "tokens": {"local_tokens": n * (QUERY + LONGEST)}}
             turns: dict[str, list[dict[str, Any]]] = {case: [] for case in cases}
             for turn in range(args.rounds):
                 for case, options in cases.items():
                     turns[case].append(one_run(Path(name), f"{case}-{n}-{turn}", args, options))
-            rows.append({"n_local": n, **{case: summed_up(runs) for case, runs in turns.items()}})
+            unpadded = len(budgeted(lengths, n * (QUERY + LONGEST), padded=False)) / args.updates
+            rows.append({"n_local": n, **{case: summed_up(runs) for case, runs in turns.items()}, "without padding": unpadded})
             print(json.dumps(rows[-1]), flush=True)
     if args.json:
         told = {"model": args.model, "n_total": args.n_total, "updates": args.updates, "precision": args.precision, "rows": rows}
@@ -91,16 +94,19 @@ def summed_up(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {**runs[0], "seconds": statistics.median(seconds), "all_seconds": seconds}
 
 
-def write_varied(file: Path, rows: int) -> None:
-    draw = random.Random(SEED)
+def write_varied(file: Path, rows: int) -> list[list[int]]:
+    """The tokens of each query and passage."""
+    draw, lengths = random.Random(SEED), []
 
     def text(tokens: int) -> str:
         return " ".join(f"w{draw.randrange(WORDS)}" for _ in range(max(1, tokens - 2)))
 
     with open(file, "w", encoding="utf-8") as out:
         for _ in range(rows):
-            length = min(LONGEST, max(8, round(draw.lognormvariate(0, SPREAD) * MEDIAN)))
-            out.write(json.dumps({"query": text(draw.randint(6, QUERY)), "positive": text(length)}) + "\n")
+            lengths.append([draw.randint(6, QUERY), min(LONGEST, max(8, round(draw.lognormvariate(0, SPREAD) * MEDIAN)))])
+            query, positive = map(text, lengths[-1])
+            out.write(json.dumps({"query": query, "positive": positive}) + "\n")
+    return lengths
 
 
 if __name__ == "__main__":
