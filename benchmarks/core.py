@@ -7,7 +7,8 @@ scores between the bank's entries; the same without, as beyond 134 million score
 
 Each cell runs in a process of its own, so that its peak memory is its own. "Extra" memory is the peak beyond what the process held
 with the current vectors alone: it includes the bank. The last three ways grow with the square of the bank, and are left out beyond
-`--square-up-to`; the full matrix also where it would not fit in the memory at hand. On a CPU seconds are those of one core, whatever else runs.
+`--square-up-to`; the full matrix also where it would not fit in the memory at hand. On a CPU seconds are those of one core, whatever
+else runs.
 """
 
 from __future__ import annotations
