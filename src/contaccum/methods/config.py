@@ -150,6 +150,7 @@ class TrainConfig:
     dev_every: int = option(EVALUATION, 100, "updates between two searches")
     dev_metric: str = option(EVALUATION, "MRR@10", "metric that chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
     dev_passages: int | None = option(EVALUATION, None, "search the relevant passages and this many others instead of all")
+    threads: int | None = option(MEMORY, None, "PyTorch's threads on a CPU; left out: its own choice")
     workers: int | None = option(DATA, None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
     report_to: str = option(SAVING, "none", "also log to tensorboard, wandb, ...")
 

@@ -60,8 +60,10 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     if resume:
         config = _as_resolved_before(run, config)
     _check_speed(config, torch.cuda.is_available(), processes)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     if not resume and main:
-        _refuse_used_folder(run)
+        refuse_used_folder(run)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
         note(cannot)
 
@@ -238,7 +240,7 @@ def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _refuse_used_folder(run: Path) -> None:
+def refuse_used_folder(run: Path) -> None:
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
     check_output(run)
