@@ -72,7 +72,7 @@ class Search:
                 _check(candidate, cuda)
                 candidate, found = self._largest(candidate if "n_local" in move else self.sized(candidate))
             except (ValueError, RuntimeError) as error:  # cannot be here, or with what was found
-                self.say(f"{_words(move) or options(start)} is left out: {str(error).strip().splitlines()[-1]}")
+                self.say(f"{_words(move) or options(start)} cannot be tried: {str(error).strip().splitlines()[-1]}")
                 continue
             if found is not None and found > NOISE * rate:
                 best, rate = candidate, found
@@ -123,7 +123,7 @@ def fastest(config: TrainConfig) -> TrainConfig:
         chosen = {name: getattr(found, name) for name in CHOSEN}
         cache_file().parent.mkdir(parents=True, exist_ok=True)
         write_json(cache_file(), {**known, key: {"options": chosen, "samples_per_second": search.rates}})
-    return _said(found, "as found", cuda)
+    return _said(found, "as found" if search.rates else "no trial has ended; going on with", cuda)
 
 
 def moves(config: TrainConfig, cuda: bool) -> Iterator[Move]:

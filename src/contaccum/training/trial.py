@@ -52,8 +52,9 @@ def measure(config: TrainConfig, query_tokens: int | None = None, updates: int =
         folder = Path(scratch)
         if written is None:
             query, passage = tower_configs(config.model, config.passage_model, config.tokenizer)
-            write_model(folder / "query", query)
-            if query.to_dict() != passage.to_dict():
+            two = not config.tied and query.to_dict() != passage.to_dict()
+            write_model(folder / "query", query)  # which notes in its configuration what was written
+            if two:
                 write_model(folder / "passage", passage)
         negatives = config.hard_negatives or 0
         rows = max(config.n_total * updates, config.bank_size if get_method(config.method).bank else 0)
