@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -169,9 +171,10 @@ class ContAccumCallback(SkippedSteps):
     def before_checkpoint(self, folder: Path) -> None:
         """Write the banks, and remove those of an earlier run by another number of processes."""
         file, self.saved = self._file(folder), folder
+        states = [loss.criterion.state_dict() for loss in bank_losses(self.loss)]  # in each process: all go on alike
         if file.name != f"{STATE_NAME}.pt" or self.saves:
             with whole_path(file) as part:
-                torch.save([loss.criterion.state_dict() for loss in bank_losses(self.loss)], part)
+                torch.save(states, part)
         if self.saves:
             current = {f"{STATE_NAME}_{rank}.pt" for rank in range(_world_size())} if file.name != f"{STATE_NAME}.pt" else {file.name}
             for other in folder.glob(f"{STATE_NAME}*.pt"):
@@ -232,6 +235,16 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         if "dataset_name" in inputs:
             self.bank_callback.select_banks(inputs["dataset_name"])
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    @contextmanager
+    def weighing(self, share: float) -> Iterator[None]:
+        """Inside, `training_step` takes a part of a micro-batch, this share of its samples: it divides the loss by that much more."""
+        before = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = before / share  # type: ignore[assignment]  # a divisor, nothing else
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps = before
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = checkpoint_folder(self.args, self.state)

@@ -25,6 +25,10 @@ def train(
     recipe: Annotated[
         str, typer.Option(help="to start from: paper, or st: one tower, mean pooling, cosine, one epoch, as sentence-transformers' users")
     ] = "paper",
+    speed: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="auto: choose precision, n_local and the options that make towers faster, by trials of two minutes at most"),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
     **options: Any,
 ) -> None:
@@ -39,6 +43,8 @@ def train(
         config = stored
     chosen = load_config(config, overrides)
     test_set = _test_set(chosen) if evaluated else None
+    if speed is not None:
+        chosen = _fastest(chosen, speed, resume)
     summary = run_training(chosen, resume=resume)
     if os.environ.get("RANK", "0") != "0":
         return  # one process speaks for all
@@ -48,6 +54,16 @@ def train(
     else:
         print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s, loss {summary['final_loss']:.4f}")
         print("".join(f"{name:<12}{100 * value:8.1f}\n" for name, value in metrics.items()), end="")
+
+
+def _fastest(config: TrainConfig, speed: str, resume: bool) -> TrainConfig:
+    """A resumed run has its options in its folder."""
+    if speed != "auto":
+        raise ValueError(f"speed={speed!r} is unknown; use auto, or leave it out")
+    from contaccum.training.fastest import allocate_in_growing_segments, fastest
+
+    allocate_in_growing_segments()
+    return config if resume else fastest(config)
 
 
 def _test_set(config: TrainConfig) -> Path | None:

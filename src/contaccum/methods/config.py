@@ -24,7 +24,18 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "weights_dtype": ("float32", "bfloat16"),
     "quantize": ("4bit", None),
 }
-ABOVE_0 = ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every", "max_updates", "limit", "adam_eps")
+ABOVE_0 = (
+    "local_tokens",
+    "lr",
+    "epochs",
+    "max_seq_length",
+    "log_every",
+    "keep_checkpoints",
+    "dev_every",
+    "max_updates",
+    "limit",
+    "adam_eps",
+)
 UNLIMITED = ("max_updates", "limit")  # where left out
 NOT_NEGATIVE = (
     *("warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"),
@@ -70,6 +81,9 @@ class TrainConfig:
     method: str = option(FIRST, "contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
     n_total: int = option(FIRST, 128, "samples per update, over all processes")
     n_local: int = option(FIRST, 8, "samples that fit in memory at once, per process; auto: as many as fit in --memory", accepts="auto")
+    local_tokens: int | None = option(
+        MEMORY, None, "cut an update into micro-batches of at most this many tokens, padding included, instead of n_local samples"
+    )
     whole_updates: bool = option(
         MEMORY, False, "encode n_total at once and compute the loss in slices: same gradients, faster, needs that memory"
     )
@@ -135,6 +149,7 @@ class TrainConfig:
     dev_every: int = option(EVALUATION, 100, "updates between two searches")
     dev_metric: str = option(EVALUATION, "MRR@10", "metric that chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
     dev_passages: int | None = option(EVALUATION, None, "search the relevant passages and this many others instead of all")
+    threads: int | None = option(MEMORY, None, "PyTorch's threads on a CPU; left out: its own choice")
     workers: int | None = option(DATA, None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
     report_to: str = option(SAVING, "none", "also log to tensorboard, wandb, ...")
 
@@ -191,10 +206,23 @@ class TrainConfig:
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
         get_method(self.method)
+        self.check_token_budget()
         self.check_adapters()
         self.check_comparison()
         if self.memory is not None:
             parse_bytes(self.memory)
+
+    def check_token_budget(self) -> None:
+        """ValueError for what cannot be with micro-batches by tokens."""
+        if self.local_tokens is None:
+            return
+        if get_method(self.method).one_batch:
+            raise ValueError(f"local_tokens={self.local_tokens} cuts an update, but {self.method} has one batch; leave it out")
+        if self.n_local == AUTO or self.whole_updates:
+            other = "n_local=auto" if self.n_local == AUTO else "whole_updates"
+            raise ValueError(f"local_tokens={self.local_tokens} and {other} each say what is in memory at once; use one of them")
+        if self.cuda_graphs:
+            raise ValueError("cuda_graphs records every shape of a micro-batch, and by tokens there are too many; leave local_tokens out")
 
     def check_comparison(self) -> None:
         """ValueError for directions or a margin that cannot be."""

@@ -31,7 +31,7 @@ def build_loss(
         **{name: getattr(config, name) for name in SAME_NAMES},
     }
     if batches.mini is not None:
-        return CachedContAccumLoss(model, mini_batch_size=batches.mini, **options)
+        return CachedContAccumLoss(model, mini_batch_size=batches.mini, mini_batch_num_tokens=config.local_tokens, **options)
     return ContAccumLoss(model, micro_batch_size=batches.slice, **options)
 
 

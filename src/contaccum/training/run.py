@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from contaccum.data.training_set import has_negatives, load_training_set, negati
 from contaccum.memory.halving import HalvingTrainer
 from contaccum.memory.limit import limit_memory, peak_bytes, process_peak_bytes
 from contaccum.memory.plan import planned
+from contaccum.memory.token_budget import TokenBudgetTrainer
 from contaccum.methods.config import AUTO, TrainConfig, load_config, with_bank
 from contaccum.methods.loss import build_loss
 from contaccum.methods.table import Batches, get_method, split_update
@@ -59,8 +62,10 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     if resume:
         config = _as_resolved_before(run, config)
     _check_speed(config, torch.cuda.is_available(), processes)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     if not resume and main:
-        _refuse_used_folder(run)
+        refuse_used_folder(run)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
         note(cannot)
 
@@ -69,7 +74,8 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
         config = planned(config, len(columns), processes)
         if main:
             note(f"n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
-    batches = split_update(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
+    method, by_tokens = get_method(config.method), config.local_tokens is not None
+    batches = split_update(method, config.n_total, config.n_local, processes, config.whole_updates, by_tokens)
     config = _bank_for(config, batches, len(dataset), processes, main)
     config = replace(config, warmup_updates=warm_up(config, batches, processes, len(dataset)))
     checkpoint = _checkpoint_to_resume(run, config) if resume else None
@@ -88,7 +94,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     with without_bars():
         model.model_card_data.set_widget_examples(dataset)  # the trainer, when it is made, would do so with a bar of its own
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
-    trainer = (HalvingTrainer if auto and not get_method(config.method).one_batch else ContAccumTrainer)(
+    trainer = _trainer_kind(config, auto)(
         model=model,
         args=training_arguments(config, batches, processes, len(dataset), columns),
         train_dataset=dataset,
@@ -133,7 +139,20 @@ def _dev(config: TrainConfig) -> InformationRetrievalEvaluator | None:
     return dev_evaluator(config.dev, config.dev_split, config.dev_passages, config.seed)
 
 
+def _trainer_kind(config: TrainConfig, auto: bool) -> Callable[..., ContAccumTrainer]:
+    """`auto`: its micro-batches may turn out too large."""
+    method = get_method(config.method)
+    if config.local_tokens is not None and not method.cached:
+        return partial(TokenBudgetTrainer, tokens=config.local_tokens, padded=not config.unpad)
+    return HalvingTrainer if auto and not method.one_batch else ContAccumTrainer
+
+
 def _check_speed(config: TrainConfig, cuda: bool, processes: int) -> None:
+    if config.local_tokens is not None and processes > 1 and not get_method(config.method).cached:
+        raise ValueError(
+            f"local_tokens={config.local_tokens} cuts micro-batches by the texts of one process, and {processes} would cut differently; "
+            "use n_local"
+        )
     if config.torch_compile:
         check_compiler(cuda)
     if config.unpad:
@@ -226,7 +245,7 @@ def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
     return config
 
 
-def _refuse_used_folder(run: Path) -> None:
+def refuse_used_folder(run: Path) -> None:
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
     check_output(run)
