@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_new, write_json
+from contaccum.common.outputs import check_new, move_out, scratch_for, write_json
 from contaccum.data.download import download as fetch_files
 from contaccum.data.download import files_of
 from contaccum.data.held_out import check_hold_out, write_judged
@@ -135,9 +133,7 @@ def prepare(
     kind = detect(name, paths) if format == "auto" else format
     columns = Columns(query_column, positive_column, tuple(negative_column))
     options = ReadOptions(columns, subset, require_negatives, tuple(system), margin, max_negatives)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-        scratch = Path(folder)
+    with scratch_for(output) as scratch:
         with open_splits(name, paths, kind, options, scratch) as splits:
             check_hold_out(hold_out, splits)
             written = {split: write_split(rows, split, scratch / f"{split}.arrow", max_negatives) for split, rows in splits.items()}
@@ -213,6 +209,4 @@ def save_splits(summary: PrepareSummary, scratch: Path, output: Path, judged: bo
     if judged:
         write_judged(tables, whole / "beir", others)
     write_json(whole / SUMMARY_FILE, asdict(summary))
-    if output.exists():
-        output.rmdir()
-    os.replace(whole, output)
+    move_out(whole, output)

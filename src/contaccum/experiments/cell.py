@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from contaccum.common.outputs import write_json
+from contaccum.common.outputs import read_object, write_json
 from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
 from contaccum.training.logfile import read_log
@@ -43,14 +42,7 @@ def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     if share is not None:
         options["query_bank_stop_update"] = round(share * _updates(options))
     config = TrainConfig(**options)
-    finished = run / "summary.json"
-    if finished.exists():
-        summary = json.loads(finished.read_text())
-    else:
-        begun = (run / "config.yaml").exists()
-        if run.exists() and not begun:
-            shutil.rmtree(run)
-        summary = train(config, resume=begun)
+    summary = read_object(run / "summary.json") or train(config, resume=(run / "config.yaml").exists())
     metrics = judge_run(run / "model", run, data) if spec["evaluated"] else {}
     return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
 

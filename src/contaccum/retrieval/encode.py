@@ -12,6 +12,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count, islice
 from pathlib import Path
@@ -21,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output, write_json
+from contaccum.common.lock import LOCK, alone_in
+from contaccum.common.outputs import check_output, is_unused, remove_parts, write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.readers.collections import count_lines, encoded_texts
 from contaccum.data.readers.queries import read_queries
@@ -91,18 +93,21 @@ def encode(
     loaded = model_on_device(model, device, max_seq_length)
     encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision)
     description = _description(loaded, encoder, model, source, dtype, shard_size)
-    _open_output(output, description)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     total, number, encoded, busy = 0, -1, 0, 0.0
     shown = progress and rank == 0
     about = -(-source.about() // world) if shown else None
-    with tqdm(total=about, desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar:
+    with (
+        alone_in(output, name=f"{LOCK}-{rank}"),
+        _opened(output, description, world),
+        tqdm(total=about, desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar,
+    ):
         for number, size, shard in _shards(iter(source), shard_size, rank, world):
             total, begun = total + size, time.monotonic()
             if shard and _encode_shard(encoder, shard, output, number, dtype, bar.update):
                 encoded, busy = encoded + len(shard), busy + time.monotonic() - begun
-    shards = number + 1
-    complete = _finish(output, shards, total)
+        shards = number + 1
+        complete = _finish(output, shards, total)
     return {
         "texts": total,
         "encoded": encoded,
@@ -211,15 +216,29 @@ def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: st
     }
 
 
+@contextmanager
+def _opened(output: Path, description: dict[str, Any], world: int) -> Iterator[None]:
+    """The folder, begun or gone on with. Texts that are refused before a shard is whole leave nothing in it."""
+    if world == 1:
+        remove_parts(output)
+    new = not (output / MANIFEST).exists()
+    _open_output(output, description)
+    try:
+        yield
+    except ValueError:
+        if new and world == 1 and read_entry_unchecked(output, 0) is None:
+            (output / MANIFEST).unlink()
+        raise
+
+
 def _open_output(output: Path, description: dict[str, Any]) -> None:
     """Start a folder, or go on with one that the same model and settings began."""
-    output.mkdir(parents=True, exist_ok=True)
     if (output / MANIFEST).exists():
         known = read_manifest(output)
         if wrong := [name for name in MUST_MATCH if known.get(name) != description[name]]:
             origin = f"{wrong[0]}={known.get(wrong[0])!r}, not {description[wrong[0]]!r}"
             raise DataError(f"{output} was begun with {origin}; give what it was begun with, or another output")
-    elif any(file.name != MANIFEST and file.suffix != ".part" for file in output.iterdir()):  # another process may just have written it
+    elif not is_unused(output, first=MANIFEST):  # which another process may just have written
         raise DataError(f"{output} holds files but no {MANIFEST}; choose another output")
     else:
         write_json(output / MANIFEST, description)

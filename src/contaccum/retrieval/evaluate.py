@@ -13,6 +13,7 @@ from contaccum.retrieval.encode import encode
 from contaccum.retrieval.metrics import DEFAULT
 from contaccum.retrieval.run_metrics import TOP, evaluate_run
 from contaccum.retrieval.search import search
+from contaccum.retrieval.shards import MANIFEST
 
 
 def evaluate(
@@ -91,6 +92,9 @@ def _test_set(data: Path) -> Path:
 def _rank(model: Any, collection: Path, queries: str | Path, split: str | None, folder: Path, k: int, dtype: str, where: Any) -> None:
     """folder/test.trec; the vectors go."""
     vectors = folder / "vectors"
+    for left in vectors.iterdir() if vectors.exists() else ():
+        if not (left / MANIFEST).exists():  # of a process that was killed while it removed them
+            shutil.rmtree(left)
     try:
         encode(model, collection, vectors / "passages", dtype=dtype, **where)
         encode(model, queries, vectors / "queries", queries=True, split=split, dtype=dtype, **where)
