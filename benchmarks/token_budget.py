@@ -21,7 +21,7 @@ import torch
 from transformers import BertConfig
 
 from contaccum.common.provenance import provenance
-from contaccum.experiments.workloads import SIZES
+from contaccum.experiments.grid import SIZES
 from contaccum.memory.token_budget import budgeted
 from contaccum.methods.config import TrainConfig
 from contaccum.training.logfile import read_log

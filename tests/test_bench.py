@@ -19,7 +19,8 @@ from contaccum.cli import main
 from contaccum.cli.bench import table
 from contaccum.experiments import bench
 from contaccum.experiments.bench import Case, measure, measure_cases, operations
-from contaccum.experiments.workloads import SIZES, VARIANTS, OfficialLoss, Workload, fill_bank, random_features, random_lengths
+from contaccum.experiments.grid import SIZES
+from contaccum.experiments.workloads import VARIANTS, OfficialLoss, Workload, fill_bank, random_features, random_lengths
 from contaccum.towers.speed import UNPADDED, compile_towers, encoders
 from contaccum.training.diagnostics import Diagnostics
 

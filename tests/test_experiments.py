@@ -19,11 +19,11 @@ import yaml
 
 from contaccum.cli import app
 from contaccum.experiments import processes
-from contaccum.experiments.datasets import DATASETS
 from contaccum.experiments.figures import mass_per_passage
-from contaccum.experiments.grid import SCALES
+from contaccum.experiments.grid import DATASETS, SCALES
 from contaccum.experiments.pretrain import shown
-from contaccum.experiments.runner import EXPERIMENTS, Request, planned, reproduce
+from contaccum.experiments.request import EXPERIMENTS, Request, planned
+from contaccum.experiments.runner import reproduce
 from contaccum.experiments.tables import table_of
 from contaccum.methods.table import METHODS
 from contaccum.report.tables import as_markdown, plain_table

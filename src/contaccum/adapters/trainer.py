@@ -21,7 +21,7 @@ from contaccum.adapters.checkpoint_folders import checkpoint_folder, is_complete
 from contaccum.adapters.combinations import refuse_combinations
 from contaccum.adapters.data_sets import BankSizes, Losses, bank_losses, rows_by_data_set, served_by
 from contaccum.adapters.losses import ContAccumLoss
-from contaccum.common.errors import CheckpointError
+from contaccum.common.errors import CheckpointError, not_saved
 from contaccum.common.outputs import whole_path
 
 STATE_NAME = "contaccum_state"
@@ -246,16 +246,24 @@ class ContAccumTrainer(SentenceTransformerTrainer):
         finally:
             self.current_gradient_accumulation_steps = before
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """None once all updates are done: resumed from a last checkpoint within an epoch, the trainer would go on to the epoch's end."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = checkpoint_folder(self.args, self.state)
         try:
+            if self.args.should_save and folder.exists():  # of an interrupted save, or damaged: it would count as complete too early
+                shutil.rmtree(folder)
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(*args, **kwargs)
         except Exception as error:
+            failed = not_saved(folder, error, "go on with --resume: earlier checkpoints are untouched")
             if self.args.should_save and not is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            raise CheckpointError(
-                f"could not save {folder}: {error}; earlier checkpoints are untouched: make room and go on with --resume"
-            ) from error
+            raise failed from error
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last thing each process writes before the trainer's state makes the checkpoint complete and older ones are deleted."""

@@ -33,8 +33,7 @@ def reproduce(
 
     Example: contaccum reproduce main --dataset nq --data downloads/nq --scale paper --seeds 0,1,2
     """
-    from contaccum.experiments.runner import Request, planned
-    from contaccum.experiments.runner import reproduce as run_reproduce
+    from contaccum.experiments.request import Request, planned
     from contaccum.report.terminal import show_lines
 
     folder = output or Path("runs") / f"{experiment}-{dataset}"
@@ -46,6 +45,8 @@ def reproduce(
         for cell in planned(request):
             print(cell.name)
         return
+    from contaccum.experiments.runner import reproduce as run_reproduce
+
     found = run_reproduce(request, say=lambda line: print(line, file=sys.stderr, flush=True))
     if json_:
         print(json.dumps(found["rows"]))

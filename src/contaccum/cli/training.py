@@ -52,7 +52,8 @@ def train(
     if json_:
         print(json.dumps({**summary, **({"metrics": metrics} if metrics else {})}))
     else:
-        print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s, loss {summary['final_loss']:.4f}")
+        loss = "" if summary["final_loss"] is None else f", loss {summary['final_loss']:.4f}"  # of a run whose log was lost
+        print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s{loss}")
         print("".join(f"{name:<12}{100 * value:8.1f}\n" for name, value in metrics.items()), end="")
 
 

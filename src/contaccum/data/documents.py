@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import datasets
@@ -20,7 +19,7 @@ from datasets import Dataset, Features, Value
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_new
+from contaccum.common.outputs import check_new, scratch_for
 from contaccum.data.drawn_pairs import KINDS, OF_SENTENCES, DrawPairs
 from contaccum.data.prepared import FLUSH_CHARACTERS, SAMPLES, PrepareSummary, SplitSummary, save_tables
 from contaccum.data.readers.plain_text import read_documents
@@ -40,9 +39,8 @@ def prepare_documents(source: str | Path | None, output: Path, kind: str) -> Pre
     if source is None:
         raise ValueError("no source: give a collection (a BEIR folder, a passages .tsv, a .jsonl), a .txt file or a folder of .txt files")
     check_new(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-        tally, scratch = Tally(), Path(folder)
+    with scratch_for(output) as scratch:
+        tally = Tally()
         hashes = _write(_pieces(read_documents(Path(source)), kind, tally), scratch / "pieces.arrow")
         table = _without_duplicates(Dataset.from_file(str(scratch / "pieces.arrow")), hashes, tally)
         summary = PrepareSummary(str(output), kind, {"train": _summary(table, kind, tally)})

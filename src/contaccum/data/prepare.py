@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import datasets
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_new
+from contaccum.common.outputs import check_new, scratch_for
 from contaccum.data.documents import prepare_documents
 from contaccum.data.download import download as fetch_files
 from contaccum.data.download import files_of
@@ -82,9 +81,7 @@ def prepare(
     kind = detect(name, paths) if format == "auto" else format
     columns = Columns(query_column, positive_column, tuple(negative_column))
     options = ReadOptions(columns, subset, require_negatives, tuple(system), margin, max_negatives)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as folder:
-        scratch = Path(folder)
+    with scratch_for(output) as scratch:
         with open_splits(name, paths, kind, options, scratch) as splits:
             check_hold_out(hold_out, splits)
             written = {split: write_split(rows, split, scratch / f"{split}.arrow", max_negatives) for split, rows in splits.items()}

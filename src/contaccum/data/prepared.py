@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ import datasets
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import write_json
+from contaccum.common.outputs import move_out, write_json
 from contaccum.data.held_out import write_judged
 from contaccum.data.readers.rows import Tally, TrainingRow
 from contaccum.data.training_set import FEATURES, quiet_datasets
@@ -130,6 +129,4 @@ def save_tables(
     if judged:
         write_judged(tables, whole / "beir", others)
     write_json(whole / SUMMARY_FILE, asdict(summary))
-    if output.exists():
-        output.rmdir()
-    os.replace(whole, output)
+    move_out(whole, output)

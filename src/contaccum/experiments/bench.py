@@ -33,11 +33,11 @@ from contaccum.adapters.losses import ContAccumLoss
 from contaccum.common.outputs import check_file, write_json
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
+from contaccum.experiments.grid import SIZES
 from contaccum.experiments.share import shared
 from contaccum.experiments.workloads import (
     LENGTHS,
     PRECISIONS,
-    SIZES,
     VARIANTS,
     Variant,
     Workload,

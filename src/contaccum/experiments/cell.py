@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import CheckpointError, DivergedError
-from contaccum.common.outputs import write_json
+from contaccum.common.outputs import read_object, write_json
 from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
 from contaccum.experiments.pretrain import FINE_TUNED, ZERO_SHOT, shown
@@ -54,14 +53,7 @@ def _trained(run: Path, options: dict[str, Any]) -> dict[str, Any]:
     if share is not None:
         options["query_bank_stop_update"] = round(share * _updates(options))
     config = TrainConfig(**options)
-    finished = run / "summary.json"
-    if finished.exists():
-        summary: dict[str, Any] = json.loads(finished.read_text())
-        return summary
-    begun = (run / "config.yaml").exists()
-    if run.exists() and not begun:
-        shutil.rmtree(run)
-    return train(config, resume=begun)
+    return read_object(run / "summary.json") or train(config, resume=(run / "config.yaml").exists())
 
 
 def _pretrain(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:

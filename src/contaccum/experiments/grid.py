@@ -1,4 +1,4 @@
-"""An experiment as data: cells that differ in a few training options, at one of three scales."""
+"""An experiment as data: cells that differ in a few training options, at one of three scales, on one of the data sets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 TRAINED = ("train", "pretrain", "fine-tune")
+# Encoders that are measured, not trained: layers, width and heads.
+SIZES = {"tiny": (1, 32, 2), "minilm-l3": (3, 384, 12), "minilm-l6": (6, 384, 12), "bert-base": (12, 768, 12), "bert-large": (24, 1024, 16)}
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,34 @@ SCALES = {
         queries=12,
         passages=60,
     ),
+}
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """`form`: beir, msmarco, dpr or harvest. `epochs` and `bank` are the paper's."""
+
+    form: str
+    split: str = "test"
+    epochs: float = 40
+    bank: int = 1024
+    metrics: tuple[str, ...] = ("MRR@10", "NDCG@10", "Recall@20", "Recall@100")
+    match: str = "string"
+
+    @property
+    def headline(self) -> str:
+        return "Top@20" if self.form == "dpr" else self.metrics[0]
+
+
+DATASETS = {
+    "acl": DataSet("beir"),
+    "harvest": DataSet("harvest"),
+    "squad-wiki": DataSet("dpr", bank=128),
+    "nq": DataSet("dpr", bank=2048),
+    "trivia": DataSet("dpr", epochs=100, bank=512),
+    "webq": DataSet("dpr", epochs=100, bank=128),
+    "trec": DataSet("dpr", epochs=40, bank=128, match="regex"),
+    "msmarco": DataSet("msmarco", "dev", 10, 1024, ("NDCG@20", "NDCG@100", "Recall@20", "Recall@100")),
 }
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from contaccum.common.outputs import read_object
 from contaccum.experiments.cell import run_cell, told
 
 Ended = tuple[str, bool, float]  # a cell's name, whether it came to its end, seconds
@@ -42,7 +43,7 @@ def _run_here(folder: Path) -> bool:
         run_cell(folder)
     except Exception as error:  # reported at the end, like that of a process
         _note(folder, told(error))
-    return (folder / "result.json").exists()
+    return read_object(folder / "result.json") is not None
 
 
 def run_apart(folder: Path, environment: Mapping[str, str] | None = None) -> bool:
@@ -58,6 +59,13 @@ def run_apart(folder: Path, environment: Mapping[str, str] | None = None) -> boo
     if code < 0:
         _note(folder, f"the process ended with {code}" + (" (killed: out of memory?)" if code == -9 else ""))
     return code == 0
+
+
+def end_of(log: Path, lines: int) -> str:
+    """The last lines of a cell's log, indented."""
+    found = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    empty = "it is empty: where nothing can be written to the disk, make room and give the same command again"
+    return "\n".join(f"    {line}" for line in found[-lines:] or [empty])
 
 
 def _note(folder: Path, line: str) -> None:

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output, remove_empty, write_json
+from contaccum.common.lock import LOCK, alone_in
+from contaccum.common.outputs import check_output, is_unused, remove_parts, write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.readers.queries import read_queries
@@ -98,15 +99,16 @@ def encode(
     total, number, encoded, busy = 0, -1, 0, 0.0
     shown = progress and rank == 0
     with (
-        _begun(output, description, alone=world == 1),
+        alone_in(output, name=f"{LOCK}-{rank}"),
+        _opened(output, description, world),
         tqdm(total=-(-count // world), desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar,
     ):
         for number, size, shard in _shards(iter(source), shard_size, rank, world):
             total, begun = total + size, time.monotonic()
             if shard and _encode_shard(encoder, shard, output, number, dtype, bar.update):
                 encoded, busy = encoded + len(shard), busy + time.monotonic() - begun
-    shards = number + 1
-    complete = _finish(output, shards, total)
+        shards = number + 1
+        complete = _finish(output, shards, total)
     return {
         "texts": total,
         "encoded": encoded,
@@ -217,29 +219,28 @@ def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: st
 
 
 @contextmanager
-def _begun(output: Path, description: dict[str, Any], alone: bool) -> Iterator[None]:
-    """`output` open for writing. Where the only process fails before its first shard, what is new goes again."""
-    made = [folder for folder in (output, *output.parents) if not folder.exists()]
-    new = alone and not (output / MANIFEST).exists()
+def _opened(output: Path, description: dict[str, Any], world: int) -> Iterator[None]:
+    """The folder, begun or gone on with. Where encoding fails before a shard is whole, nothing is left in it."""
+    if world == 1:
+        remove_parts(output)
+    new = not (output / MANIFEST).exists()
     _open_output(output, description)
     try:
         yield
     except Exception:
-        if new and [file.name for file in output.iterdir()] == [MANIFEST]:
+        if new and world == 1 and read_entry_unchecked(output, 0) is None:
             (output / MANIFEST).unlink()
-            remove_empty(made)
         raise
 
 
 def _open_output(output: Path, description: dict[str, Any]) -> None:
     """Start a folder, or go on with one that the same model and settings began."""
-    output.mkdir(parents=True, exist_ok=True)
     if (output / MANIFEST).exists():
         known = read_manifest(output)
         if wrong := [name for name in MUST_MATCH if known.get(name) != description[name]]:
             origin = f"{wrong[0]}={known.get(wrong[0])!r}, not {description[wrong[0]]!r}"
             raise DataError(f"{output} was begun with {origin}; give what it was begun with, or another output")
-    elif any(file.name != MANIFEST and file.suffix != ".part" for file in output.iterdir()):  # another process may just have written it
+    elif not is_unused(output, first=MANIFEST):  # which another process may just have written
         raise DataError(f"{output} holds files but no {MANIFEST}; choose another output")
     else:
         write_json(output / MANIFEST, description)

@@ -15,6 +15,7 @@ from contaccum.retrieval.metrics import DEFAULT
 from contaccum.retrieval.run_metrics import TOP, check_judging, evaluate_run
 from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.search import search
+from contaccum.retrieval.shards import MANIFEST
 
 
 def evaluate(
@@ -99,6 +100,9 @@ def _rank(model: Any, collection: Path, queries: str | Path, split: str | None, 
     """folder/test.trec; the vectors go."""
     vectors = folder / "vectors"
     made = [place for place in (folder, *folder.parents) if not place.exists()]
+    for left in vectors.iterdir() if vectors.exists() else ():
+        if not (left / MANIFEST).exists():  # of a process that was killed while it removed them
+            shutil.rmtree(left)
     try:
         encode(model, queries, vectors / "queries", queries=True, split=split, dtype=dtype, **where)
         encode(model, collection, vectors / "passages", dtype=dtype, **where)

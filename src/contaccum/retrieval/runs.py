@@ -6,11 +6,10 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TextIO
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import whole_file
+from contaccum.common.outputs import scratch_for, whole_file
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.files import ID_FIELDS, bare_suffix, first_text, read_lines, shown, text_field, text_list
 from contaccum.data.readers.ids import SeenIds
@@ -121,11 +120,10 @@ def write_dpr_results(path: str | Path, run: Run, queries: Iterable[Query], coll
         raise DataError(f"the query {shown(missing)} of the run is not among the queries that were given; do they belong together?")
     wanted = {hit.id for hits in run.values() for hit in hits}
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     entries = ((key, json.dumps([title, text])) for key, title, text in read_collection_of(collection) if key in wanted)
     with (
-        TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch,
-        TextStore(Path(scratch) / "texts.sqlite", entries) as texts,
+        scratch_for(path) as scratch,
+        TextStore(scratch / "texts.sqlite", entries) as texts,
         whole_file(path) as file,
     ):
         for number, (key, hits) in enumerate(run.items()):

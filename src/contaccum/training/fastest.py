@@ -35,7 +35,7 @@ from contaccum.methods.config import TrainConfig
 from contaccum.methods.table import get_method
 from contaccum.towers.cuda_graphs import check_graphs
 from contaccum.towers.speed import check_compiler, check_unpadded
-from contaccum.training.run import refuse_used_folder
+from contaccum.training.run_folder import refuse_used_folder
 from contaccum.training.trial import try_in_process
 
 BUDGET = 120.0  # seconds
