@@ -27,7 +27,8 @@ from contaccum.cli.bench import table
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
 from contaccum.experiments.bench import Case, measure_cases
-from contaccum.experiments.workloads import SIZES, Workload, tower_config
+from contaccum.experiments.grid import SIZES
+from contaccum.experiments.workloads import Workload, tower_config
 from contaccum.memory.limit import limit_memory
 from contaccum.memory.plan import plan
 from contaccum.methods.config import TrainConfig

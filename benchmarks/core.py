@@ -1,18 +1,20 @@
-"""Time and peak memory of one micro-step's loss (forward and backward): incremental with the paper's bank, the default's, which computes
-scores between the bank's entries anew, and the full matrix, side by side.
+"""Time and peak memory of one micro-step's loss (forward and backward): incremental with the paper's bank; the default's, which keeps the
+scores between the bank's entries; the same without, as beyond 134 million scores; and the full matrix, side by side.
 
     python benchmarks/core.py                         # bank 128 ... 65,536, n 8 and 32, d 768, one hard negative
-    python benchmarks/core.py --bank 8192 --n 8 --json core.json
+    python benchmarks/core.py --bank 8192 --n 8 --similarity cosine --json core.json
     python benchmarks/core.py --draw core.json        # core.svg and .png in docs/
 
 Each cell runs in a process of its own, so that its peak memory is its own. "Extra" memory is the peak beyond what the process held
-with the current vectors alone: it includes the bank. The last two ways grow with the square of the bank, and are left out beyond
-`--square-up-to` and where the matrix would not fit in the memory at hand.
+with the current vectors alone: it includes the bank. The last three ways grow with the square of the bank, and are left out beyond
+`--square-up-to`; the full matrix also where it would not fit in the memory at hand. On a CPU seconds are those of one core, whatever
+else runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from contaccum import DualBankInfoNCE, naive_dual_bank_infonce
 from contaccum.common.provenance import provenance
+from contaccum.core import corrected_bank
 from contaccum.core.infonce import Columns, Rows
 from contaccum.report.plots import lines
 from contaccum.report.series import Series
@@ -36,7 +39,7 @@ from contaccum.report.svg import save
 BANKS = (128, 512, 2048, 8192, 16384, 65536)
 MICRO_BATCHES = (8, 32)
 SEED = 0
-VARIANTS = {"incremental": "paper's bank", "corrected": "default", "full": "full matrix"}
+VARIANTS = {"incremental": "paper's bank", "corrected": "default", "computed": "scores not kept", "full": "full matrix"}
 MATRIX_COPIES = 4  # scores, log-softmax, its gradient and a product in flight
 
 
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, nargs="+", default=list(MICRO_BATCHES))
     parser.add_argument("--d", type=int, default=768)
     parser.add_argument("--h", type=int, default=1, help="hard negatives per query")
+    parser.add_argument("--similarity", nargs="+", choices=("dot", "cosine"), default=["dot"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on measuring each cell, after warm-up")
     parser.add_argument("--square-up-to", type=int, default=8192, help="largest bank for the ways that grow with its square")
@@ -61,17 +65,16 @@ def main() -> None:
         save(drawn(json.loads(args.draw.read_text(encoding="utf-8"))["cells"]), args.folder, args.draw.stem)
         return
     rows = []
-    print(f"{'bank':>7} {'n':>3}" + "".join(f" | {told:>12} {'extra':>9}" for told in VARIANTS.values()))
-    for n in args.n:
-        for bank in args.bank:
-            cell = {"bank": bank, "n": n, "d": args.d, "h": args.h, "device": args.device, "seconds": args.seconds}
-            incremental = run_cell({**cell, "way": "incremental"})
-            if incremental is None:
-                raise SystemExit(f"a bank of {bank:,} does not fit in this device's memory")
-            square = bank <= args.square_up_to and may_fit(**cell)
-            found = {way: run_cell({**cell, "way": way}) if square else None for way in VARIANTS if way != "incremental"}
-            rows.append({**cell, "incremental": incremental, **found})
-            print(table_row(rows[-1]), flush=True)
+    print(f"{'bank':>7} {'n':>3} {'':6}" + "".join(f" | {told:>12} {'extra':>9}" for told in VARIANTS.values()))
+    for similarity, n, bank in itertools.product(args.similarity, args.n, args.bank):
+        cell = {"bank": bank, "n": n, "d": args.d, "h": args.h, "similarity": similarity, "device": args.device, "seconds": args.seconds}
+        incremental = run_cell({**cell, "way": "incremental"})
+        if incremental is None:
+            raise SystemExit(f"a bank of {bank:,} does not fit in this device's memory")
+        ways = [way for way in VARIANTS if way != "incremental" and bank <= args.square_up_to and (way != "full" or may_fit(**cell))]
+        found = {way: run_cell({**cell, "way": way}) for way in ways}
+        rows.append({**cell, "incremental": incremental, **found})
+        print(table_row(rows[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"provenance": provenance(seed=SEED), "cells": rows}, indent=1) + "\n")
 
@@ -87,13 +90,17 @@ def run_cell(cell: dict[str, Any]) -> dict[str, float] | None:
     return result
 
 
-def measure(way: str, bank: int, n: int, d: int, h: int, device: str, seconds: float) -> dict[str, float]:
+def measure(way: str, bank: int, n: int, d: int, h: int, similarity: str, device: str, seconds: float) -> dict[str, float]:
     """Median seconds of a micro-step's loss on a full bank, and peak bytes beyond the current vectors."""
     torch.manual_seed(SEED)
+    clock = time.perf_counter
+    if device == "cpu":
+        torch.set_num_threads(1)
+        clock = time.process_time
     leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in ((n, d), (n, d), (n, h, d))]
     torch.stack([(leaf.flatten(0, -2) @ leaf.flatten(0, -2).T).sum() for leaf in leaves]).sum().backward()  # libraries loaded
     base = reset_peak(device)
-    step = full_matrix_step(bank, h, d, leaves, device) if way == "full" else banked_step(way == "corrected", bank, h, d, leaves, device)
+    step = full_matrix_step(bank, h, d, leaves, device) if way == "full" else banked_step(way, similarity, bank, h, d, leaves, device)
     reset_peak(device)  # filling the bank in large steps is not part of a micro-step
     times: list[float] = []
     for _ in range(3):
@@ -101,15 +108,18 @@ def measure(way: str, bank: int, n: int, d: int, h: int, device: str, seconds: f
     started = time.perf_counter()
     while len(times) < 5 or (time.perf_counter() - started < seconds and len(times) < 2000):
         synchronise(device)
-        begin = time.perf_counter()
+        begin = clock()
         step()
         synchronise(device)
-        times.append(time.perf_counter() - begin)
+        times.append(clock() - begin)
     return {"seconds": statistics.median(times), "extra_bytes": peak(device) - base, "repeats": len(times)}
 
 
-def banked_step(corrected: bool, bank: int, h: int, d: int, leaves: list[Tensor], device: str) -> Callable[[], None]:
-    criterion = DualBankInfoNCE(bank_size=bank, scale=1.0 / d, drift_correction="mean+zero-sum" if corrected else None)
+def banked_step(way: str, similarity: str, bank: int, h: int, d: int, leaves: list[Tensor], device: str) -> Callable[[], None]:
+    if way == "computed":
+        corrected_bank.MOST_SCORES = 0
+    scale, correction = 20.0 if similarity == "cosine" else 1.0 / d, None if way == "incremental" else "mean+zero-sum"
+    criterion = DualBankInfoNCE(bank_size=bank, scale=scale, similarity=similarity, drift_correction=correction)
     size = min(256, bank)
     for _ in range(-(-bank // size)):  # fill the bank quickly
         criterion(*[torch.randn(shape, device=device) for shape in ((size, d), (size, d), (size, h, d))])
@@ -162,9 +172,9 @@ def peak(device: str) -> int:
 
 
 def table_row(cell: dict[str, Any]) -> str:
-    found = [cell[way] for way in VARIANTS]
+    found = [cell.get(way) for way in VARIANTS]
     told = [f"{1e3 * one['seconds']:9.2f} ms {one['extra_bytes'] / 2**20:6.0f} MB" if one else f"{'left out':>22}" for one in found]
-    return " | ".join([f"{cell['bank']:7,} {cell['n']:3}", *told])
+    return " | ".join([f"{cell['bank']:7,} {cell['n']:3} {cell['similarity']:6}", *told])
 
 
 def drawn(cells: list[dict[str, Any]]) -> Any:
@@ -172,7 +182,8 @@ def drawn(cells: list[dict[str, Any]]) -> Any:
     series: list[Series] = []
     for way, told in VARIANTS.items():
         for n in sorted({cell["n"] for cell in cells}):
-            points = sorted((cell["bank"], 1e3 * cell[way]["seconds"]) for cell in cells if cell["n"] == n and cell.get(way))
+            chosen = [cell for cell in cells if cell["n"] == n and cell.get(way) and cell.get("similarity", "dot") == "dot"]
+            points = sorted((cell["bank"], 1e3 * cell[way]["seconds"]) for cell in chosen)
             if points:
                 x, y = ([point[i] for point in points] for i in range(2))
                 series.append(Series(len(series), f"{told}, n = {n}", x, y, y, y))

@@ -33,7 +33,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.common.provenance import provenance
-from contaccum.experiments.workloads import SIZES, Workload, fill_bank, tower_config
+from contaccum.experiments.grid import SIZES
+from contaccum.experiments.workloads import Workload, fill_bank, tower_config
 from contaccum.methods.config import TrainConfig
 from contaccum.report.terminal import show_lines
 from contaccum.training.diagnostics import Diagnostics

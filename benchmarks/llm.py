@@ -258,7 +258,7 @@ def decoder(config: Qwen3Config, folder: Path, device: str, dtype: torch.dtype) 
     """One tower of random weights, and a tokenizer that is never used."""
     torch.manual_seed(SEED)
     if not (folder / "config.json").exists():
-        write_word_tokenizer([], folder)
+        write_word_tokenizer(["a"], folder)
         with torch.device(device):
             AutoModel.from_config(config, dtype=dtype).save_pretrained(folder)
     options = {"dtype": dtype}

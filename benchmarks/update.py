@@ -27,7 +27,8 @@ import torch
 from contaccum.cli.bench import table
 from contaccum.common.provenance import provenance
 from contaccum.experiments.bench import Case, measure_cases
-from contaccum.experiments.workloads import SIZES, VARIANTS, Workload
+from contaccum.experiments.grid import SIZES
+from contaccum.experiments.workloads import VARIANTS, Workload
 from contaccum.report.plots import lines
 from contaccum.report.series import Series
 from contaccum.report.svg import save

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shlex
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmark_files import load_benchmark
 from contaccum import ContAccumLoss, DualBankInfoNCE
 from contaccum.cli import main
 from contaccum.cli.bench import table
 from contaccum.experiments import bench
 from contaccum.experiments.bench import Case, measure, measure_cases, operations
-from contaccum.experiments.workloads import SIZES, VARIANTS, OfficialLoss, Workload, fill_bank, random_features, random_lengths
+from contaccum.experiments.grid import SIZES
+from contaccum.experiments.workloads import VARIANTS, OfficialLoss, Workload, fill_bank, random_features, random_lengths
 from contaccum.towers.speed import UNPADDED, compile_towers, encoders
 from contaccum.training.diagnostics import Diagnostics
 
@@ -168,3 +174,31 @@ def test_command_writes_rows_with_their_provenance(tmp_path, monkeypatch, capsys
     assert content["rows"][0]["unpad"] is True
     assert content["provenance"]["versions"]["torch"]
     assert "fp32 unpadded" in capsys.readouterr().out
+
+
+def test_a_shared_file_says_what_figures_depend_on_and_names_nobody(tmp_path, monkeypatch, capsys) -> None:
+    def run(words: list[str], file: Path) -> str:
+        monkeypatch.setattr("sys.argv", ["contaccum", *words, "--share", str(file)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        return file.read_text()
+
+    private = tmp_path / "somebody"
+    private.mkdir()
+    words = "bench --model tiny --n-total 8 --n-local 4 --bank 16 --query-tokens 6 --passage-tokens 12 --rounds 1 --updates 1"
+    variants = ["--variants", "gradaccum,contaccum (default)", "--output", str(private / "all.json")]
+    text = run([*words.split(), *variants], private / "share.json")
+    posted = json.loads(text)
+    assert [row["way"] for row in posted["rows"]] == ["gradaccum", "contaccum (default)"]
+    assert posted["versions"]["torch"] == torch.__version__
+    assert not any(name in text for name in (str(tmp_path), "somebody", platform.node(), os.path.expanduser("~")))
+    again = run(shlex.split(posted["command"])[1:], tmp_path / "again.json")
+    assert json.loads(again)["command"] == posted["command"], "the command measures the same"
+
+    monkeypatch.setattr("sys.argv", ["other_gpus.py", str(private / "share.json")])
+    capsys.readouterr()
+    load_benchmark("other_gpus").main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert {line.count("|") for line in lines} == {9}

@@ -70,7 +70,26 @@ def test_a_bank_of_another_loss_is_refused(tiny_encoder, tmp_path) -> None:
     file = tmp_path / "checkpoint-4" / "contaccum_state.pt"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match=r"checkpoint-4/contaccum_state.pt cannot be read"):
-        trained(model, tmp_path, resume=True)
+        trained(model, tmp_path, resume=str(file.parent))
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tiny_encoder, tmp_path, capsys) -> None:
+    """Cut off, emptied, or with a bit that is another: the same training as without."""
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    whole = state_of(trained(tiny_encoder(), tmp_path, **saved))
+    newest = tmp_path / "checkpoint-4"
+    for name, change in {
+        "optimizer.pt": lambda data: b"",
+        "model.safetensors": lambda data: data[:-100],
+        "rng_state.pth": lambda data: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :],
+    }.items():
+        (newest / name).write_bytes(change((newest / name).read_bytes()))
+        assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+        assert f"note: {newest} is passed over: {name} is damaged" in capsys.readouterr().err
+        assert_bit_equal(state_of(trained(tiny_encoder(), tmp_path, resume=True, **saved)), whole)  # which writes it again
+    (newest / "optimizer.pt").unlink()
+    assert last_complete_checkpoint(tmp_path) == newest
+    assert last_complete_checkpoint(tmp_path, ["optimizer.pt"]) == tmp_path / "checkpoint-2"
 
 
 @pytest.mark.parametrize("kind", [ContAccumTrainer, SentenceTransformerTrainer])

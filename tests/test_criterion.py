@@ -225,10 +225,27 @@ def test_resume_in_a_new_process_is_bit_equal(tmp_path: Path, dtype: torch.dtype
     assert torch.equal(ages, criterion.bank.ages)
 
 
+def test_kept_scores_follow_the_bank_and_are_no_part_of_its_state() -> None:
+    """What is asked for the state computes them from its vectors, as whoever loads it does."""
+    criterion = DualBankInfoNCE(bank_size=20, query_bank_size=15)
+    losses_and_gradients(criterion, range(12))
+    kept = criterion.bank.kept
+    assert kept.count == criterion.bank.count - 5, "the last micro-batch has entered, and nothing has read it"
+    assert kept.scores.shape == (15, 20, 2)
+    assert kept.scores.nbytes <= criterion.bank.nbytes
+    assert not any("scores" in name for name in criterion.state_dict())
+    assert kept.scores is None
+    criterion(*batch(n=2, seed=90), query_keys=torch.arange(2), passage_keys=torch.arange(4).view(2, 2))
+    assert kept.scores is not None
+    criterion.scale = 2.0
+    assert kept.scores is None
+
+
 @pytest.mark.parametrize(("similarity", "scale"), [("dot", 0.25), ("cosine", 5.0)])
 @pytest.mark.parametrize("drift", ["mean", "mean+zero-sum"])
 def test_scores_rounded_to_tf32_leave_loss_and_gradients_within_its_error(monkeypatch, drift: str, similarity: str, scale: float) -> None:
     """Between entries of a bank too large for one block of scores. These are 5 at most here, and ten bits are half a thousandth of that."""
+    monkeypatch.setattr("contaccum.core.corrected_bank.MOST_SCORES", 0)
 
     def run() -> list[Tensor]:
         return losses_and_gradients(DualBankInfoNCE(bank_size=32, drift_correction=drift, similarity=similarity, scale=scale), range(20))

@@ -43,7 +43,7 @@ def test_an_output_that_exists_is_kept(tmp_path: Path, out: Path) -> None:
 
 
 def test_rows_beyond_one_batch_are_all_written(tmp_path: Path, out: Path, monkeypatch) -> None:
-    monkeypatch.setattr("contaccum.data.prepare.FLUSH_CHARACTERS", 1000)
+    monkeypatch.setattr("contaccum.data.prepared.FLUSH_CHARACTERS", 1000)
     records = [{"query": f"q{i}", "positive": "p" * (i % 70)} for i in range(1, 3000)]
     prepare(write_pairs(tmp_path / "a.jsonl", records), out)
     assert load_training_set(out)["query"][:] == [r["query"] for r in records if r["positive"]]

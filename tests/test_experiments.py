@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from contaccum.cli import app
 from contaccum.experiments import processes
 from contaccum.experiments.figures import mass_per_passage
-from contaccum.experiments.grid import SCALES
-from contaccum.experiments.runner import EXPERIMENTS, Request, planned, reproduce
+from contaccum.experiments.grid import DATASETS, SCALES
+from contaccum.experiments.pretrain import shown
+from contaccum.experiments.request import EXPERIMENTS, Request, planned
+from contaccum.experiments.runner import reproduce
 from contaccum.experiments.tables import table_of
 from contaccum.methods.table import METHODS
 from contaccum.report.tables import as_markdown, plain_table
@@ -35,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, dict[str, Any]]:
-    """The results of all seven."""
+    """The results of all."""
     told = {}
     for name in EXPERIMENTS:
         seeds = (0, 1) if name == "simmass" else (0,)
@@ -202,6 +205,34 @@ def test_memory_is_as_predicted(found) -> None:
         values = row["values"]
         assert values["vector_bytes"] == values["predicted_bytes"] == row["facts"]["bank"] * 3 * 32 * 4
         assert values["bank_bytes"] >= values["vector_bytes"]
+
+
+def test_pre_training_is_judged_before_and_after_fine_tuning_from_its_model(found, folder: Path) -> None:
+    from contaccum.retrieval.run_metrics import evaluate_run
+
+    rows = {row["group"]: row for row in found["pretrain"]["rows"]}
+    samples = set()
+    for cell in planned(Request("pretrain", folder / "pretrain", scale="tiny")):
+        spent, row = folder / "pretrain" / "cells" / cell.name, rows[cell.group]
+        if cell.kind == "pretrain":
+            before = yaml.safe_load((spent / "pretraining" / "config.yaml").read_text())
+            assert (before["method"], before["lr"]) == (cell.options["method"], 1e-3)
+            assert before["data"] == str(folder / "pretrain" / "data" / "documents")
+            assert row["seconds"] > 0
+            samples.add(before["max_updates"] * before["n_total"])
+        tuned = yaml.safe_load((spent / "run" / "config.yaml").read_text())
+        start = folder / "pretrain" / "data" / "encoder" if cell.kind == "fine-tune" else spent / "pretraining" / "model"
+        assert (tuned["method"], tuned["model"]) == ("gradcache", str(start))
+        for when, run in (("zero-shot", "untrained" if cell.kind == "fine-tune" else "pretraining"), ("fine-tuned", "run")):
+            judged = evaluate_run(spent / run / "test.trec", qrels=folder / "pretrain/data/harvest", split="test", metrics=["MRR@10"])
+            assert row["mean"][f"{when} MRR@10"] == pytest.approx(judged["metrics"]["MRR@10"])
+    assert samples == {32}, "not as many samples for each"
+
+
+def test_pre_training_shows_the_headline_of_every_data_set() -> None:
+    for name, dataset in DATASETS.items():
+        metrics = ("Top@1", "Top@5", "Top@20", "Top@100") if dataset.form == "dpr" else dataset.metrics
+        assert dataset.headline in shown(metrics), name
 
 
 def test_finished_cells_are_not_run_again(found, folder: Path) -> None:

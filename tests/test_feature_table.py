@@ -66,6 +66,11 @@ def masks_equal_texts(kind: str, encoder: Callable[..., SentenceTransformer], _:
     return loss([columns[0], same], torch.zeros(4)).item() < 1e-4
 
 
+def masks_labels(kind: str, encoder: Callable[..., SentenceTransformer], _: Path) -> bool:
+    loss = build(kind, encoder, mask_labels=True)
+    return loss(features(loss.model, 4), torch.zeros(4, dtype=torch.int64)).item() < 1e-4
+
+
 def takes_a_guide(kind: str, encoder: Callable[..., SentenceTransformer], _: Path) -> bool:
     return trains(build(kind, encoder, guide=encoder(tied=True, seed=3)))
 
@@ -102,6 +107,7 @@ CHECKS: dict[str, Checked] = {
     "one hard negative": takes(1),
     "several hard negatives": takes(3),
     "equal texts are never each other's negatives": masks_equal_texts,
+    "positives of one label are never each other's negatives": masks_labels,
     "`directions`": takes(directions=FOUR),
     "`partition_mode`": takes(directions=FOUR[::2], partition_mode="per_direction"),
     "`hardness_mode`, `hardness_strength`": takes(hardness_mode="all_negatives", hardness_strength=2.0),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contaccum import DualBankInfoNCE
+from contaccum.core.corrected_bank import MOST_SCORES
 from contaccum.core.infonce import Columns, Rows, naive_dual_bank_infonce, rounded_to_tf32, row_log_sums, tensor_cores, unit_vectors
 from reference import ReferenceInfoNCE
 
@@ -100,8 +101,10 @@ def test_loss_and_gradients_equal_the_reference(run: dict[str, Any], dtype: torc
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])
 @pytest.mark.parametrize("h", [0, 2])
 @pytest.mark.parametrize("correction", ["mean", "mean+zero-sum"])
-def test_drift_correction_equals_the_reference(similarity: str, h: int, correction: str) -> None:
-    """Updates of uneven size, so that the window of the mean changes; several times around the bank."""
+@pytest.mark.parametrize("most_scores", [0, MOST_SCORES])
+def test_drift_correction_equals_the_reference(monkeypatch, similarity: str, h: int, correction: str, most_scores: int) -> None:
+    """Updates of uneven size, so that the window of the mean changes; several times around the bank. Scores kept and computed."""
+    monkeypatch.setattr("contaccum.core.corrected_bank.MOST_SCORES", most_scores)
     options = {"bank_size": 14, "query_bank_size": 9, "similarity": similarity, "scale": 2.0, "drift_correction": correction}
     assert_same_run(options, sizes=[3, 2, 4, 1, 5, 4, 4, 4, 2, 3, 20, 4, 4, 4, 4, 4, 4], h=h, dtype=torch.float64, keyed=True)
 
@@ -114,8 +117,9 @@ def test_larger_bank_with_uneven_micro_batches(similarity: str, query_bank_size:
     assert_same_run(options, sizes=[3, 7, 16, 1, 5, 7, 14, 2, 30, 8, 8, 8, 45, 60, 3], h=1, dtype=torch.float64, keyed=True)
 
 
-def test_bfloat16_bank_equals_the_reference_on_rounded_entries() -> None:
-    options = {"bank_size": 13, "bank_dtype": torch.bfloat16}
+@pytest.mark.parametrize("correction", [None, "mean"])
+def test_bfloat16_bank_equals_the_reference_on_rounded_entries(correction: str | None) -> None:
+    options = {"bank_size": 13, "bank_dtype": torch.bfloat16, "drift_correction": correction}
     assert_same_run(options, sizes=[4, 3, 5, 4, 4, 4, 4, 4, 4, 4, 4], h=1, dtype=torch.float32, keyed=True)
 
 

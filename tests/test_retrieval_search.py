@@ -242,7 +242,7 @@ def test_outputs_that_cannot_be_are_reported_before_the_search(output: str, more
 def test_a_damaged_manifest_is_named(manifest: str, tmp_path: Path) -> None:
     vectors, _ = folders(tmp_path)
     (vectors / "manifest.json").write_text(manifest)
-    with pytest.raises(DataError, match=r"manifest.json is (no manifest of encoded vectors|damaged).*; encode again into another folder"):
+    with pytest.raises(DataError, match=r"manifest.json (must hold a JSON object|is damaged).*; encode again into another folder"):
         Vectors(vectors)
 
 

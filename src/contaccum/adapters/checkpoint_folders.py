@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerState, TrainingArguments
 
+from contaccum.common.console import note
 from contaccum.common.errors import CheckpointError
 
 
@@ -36,10 +40,53 @@ def is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def last_complete_checkpoint(folder: Path) -> Path:
-    """The newest checkpoint in `folder` that was written to its end."""
+def last_complete_checkpoint(folder: Path, needed: Sequence[str] = ()) -> Path:
+    """The newest checkpoint in `folder` that was written to its end, holds the files `needed` and is not damaged.
+
+    Newer ones that are passed over are named.
+    """
+    for checkpoint in reversed([path for path in checkpoints_in(folder) if is_complete(path)]):
+        if (wrong := damage(checkpoint, needed)) is None:
+            return checkpoint
+        note(f"{checkpoint} is passed over: {wrong}")
+    raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start again (without --resume)")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """By their numbers."""
     numbered = [(int(m.group(1)), p) for p in folder.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))]
-    complete = [p for _, p in sorted(numbered) if is_complete(p)]
-    if not complete:
-        raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start again (without --resume)")
-    return complete[-1]
+    return [path for _, path in sorted(numbered)]
+
+
+def damage(checkpoint: Path, needed: Sequence[str] = ()) -> str | None:
+    """What is wrong with the files of a checkpoint, as far as they can tell themselves: PyTorch's hold a checksum of each tensor,
+    safetensors their length. None where nothing is."""
+    if missing := [name for name in needed if not (checkpoint / name).exists()]:
+        return f"it has no {missing[0]}"
+    for file in sorted(checkpoint.rglob("*")):
+        if (check := CHECKS.get(file.suffix)) is not None and file.is_file():
+            try:
+                whole = check(file)
+            except (OSError, ValueError, zipfile.BadZipFile, SafetensorError, EOFError):
+                whole = False
+            if not whole:
+                return f"{file.relative_to(checkpoint)} is damaged"
+    return None
+
+
+def _is_whole_archive(file: Path) -> bool:
+    with zipfile.ZipFile(file) as archive:
+        return archive.testzip() is None
+
+
+def _is_whole_safetensors(file: Path) -> bool:
+    with safe_open(file, framework="pt"):
+        return True
+
+
+def _is_json(file: Path) -> bool:
+    json.loads(file.read_text(encoding="utf-8"))
+    return True
+
+
+CHECKS = {".pt": _is_whole_archive, ".pth": _is_whole_archive, ".safetensors": _is_whole_safetensors, ".json": _is_json}

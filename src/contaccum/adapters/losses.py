@@ -70,6 +70,8 @@ class ContAccumLoss(nn.Module):
         margin, margin_strategy: leave out negatives that are more similar to the query than its positive is minus this, or minus this part
             of it ("relative"), as in `GISTEmbedLoss`. None: none, or 0.0 with a guide.
         guide: a model whose cosine says so, instead of the one that is trained. Its vectors are kept in the bank too.
+        mask_labels: the data has a column `label` of whole numbers, as of the document that a pair is from; the positives of one label
+            are never each other's negatives, in the micro-batch and in the bank. Equal passages are masked all the same.
         bank_options: the other arguments of `DualBankInfoNCE`, from `query_bank_size` on.
     """
 
@@ -89,6 +91,7 @@ class ContAccumLoss(nn.Module):
         margin: float | None = None,
         margin_strategy: str = "absolute",
         guide: SentenceTransformer | None = None,
+        mask_labels: bool = False,
         **bank_options: Any,
     ) -> None:
         super().__init__()
@@ -101,6 +104,7 @@ class ContAccumLoss(nn.Module):
         self.model = model
         self.similarity_fct = similarity_fct
         self.gather_across_devices = gather_across_devices
+        self.mask_labels = mask_labels
         self.guide = None if guide is None else Guide(guide, model)
         self._whole: WeakKeyDictionary[Any, tuple[list[Tensor], Batch]] = WeakKeyDictionary()  # by MatryoshkaLoss's micro-batch
         self.criterion = DualBankInfoNCE(
@@ -132,8 +136,8 @@ class ContAccumLoss(nn.Module):
         self._begin()
         features = _columns(sentence_features)
         if (decorator := matryoshka_forward(self.model)) is not None:
-            return self._at_width(decorator, features)
-        batch = self._batch(features)
+            return self._at_width(decorator, features, labels)
+        batch = self._batch(features, labels)
         embeddings = embed_columns(self.model, features)
         size = self.micro_batch_size or len(embeddings[0])
         starts = range(0, len(embeddings[0]), size)
@@ -152,15 +156,18 @@ class ContAccumLoss(nn.Module):
         if self.criterion.bank.size and self.model.training and takes_several_layers(self.model):
             raise ValueError("AdaptiveLayerLoss takes its loss of several layers, and the bank would hold vectors of all; use bank_size=0")
 
-    def _batch(self, features: list[dict[str, Tensor]], at_once: int = TEXTS_AT_ONCE) -> Batch:
+    def _batch(self, features: list[dict[str, Tensor]], labels: Tensor | None, at_once: int = TEXTS_AT_ONCE) -> Batch:
         """What is known of the texts before the model may change the features."""
         guide = None if self.guide is None else self.guide.embed(features, at_once)
-        return Batch([token_keys(column) for column in features], guide)
+        keys = [token_keys(column) for column in features]
+        if self.mask_labels:
+            keys[0] = _label_keys(labels)  # the positive of a query with the same key is no negative
+        return Batch(keys, guide)
 
-    def _at_width(self, decorator: Any, features: list[dict[str, Tensor]]) -> Tensor:
+    def _at_width(self, decorator: Any, features: list[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
         """One of the calls of `MatryoshkaLoss`, which has decorated the model: all of a micro-batch share its vectors and enter it once."""
         if decorator not in self._whole:
-            batch = self._batch(features)
+            batch = self._batch(features, labels)
             embeddings = embed_undecorated(self.model, features)
             self._whole[decorator] = embeddings, replace(batch, whole=self._whole_vectors(embeddings, batch))
         embeddings, batch = self._whole[decorator]
@@ -206,6 +213,7 @@ class ContAccumLoss(nn.Module):
             "similarity_fct": self.similarity_fct.__name__,
             "gather_across_devices": self.gather_across_devices,
             **{name: getattr(criterion.how, name) for name in _COMPARISON},
+            "mask_labels": self.mask_labels,
             "guide": None if self.guide is None else self.guide.name,
             "micro_batch_size": self.micro_batch_size,
             "bank_size": criterion.bank.size,
@@ -263,7 +271,7 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Tensor | None = None) -> Tensor:
         self._begin()
         features = _columns(sentence_features)
-        batch: Any = self._batch(features, self.mini_batch_size)  # what the mixin calls labels is handed to calculate_loss untouched
+        batch: Any = self._batch(features, labels, self.mini_batch_size)  # what the mixin calls labels reaches calculate_loss untouched
         with self._whole_first():
             return self.forward_cached(features, batch)
 
@@ -295,6 +303,12 @@ class CachedContAccumLoss(CachedLossMixin, ContAccumLoss):
 
     def get_config_dict(self) -> dict[str, Any]:
         return {**super().get_config_dict(), "mini_batch_size": self.mini_batch_size, "mini_batch_num_tokens": self.mini_batch_num_tokens}
+
+
+def _label_keys(labels: Tensor | None) -> Tensor:
+    if labels is None or labels.dim() != 1 or labels.is_floating_point():
+        raise ValueError("mask_labels=True needs a column `label` with a whole number for each row; add one, or leave it out")
+    return labels.to(torch.int64)
 
 
 def _slice(columns: list[Any], start: int, size: int) -> list[Any]:

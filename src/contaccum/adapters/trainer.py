@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +21,7 @@ from contaccum.adapters.checkpoint_folders import checkpoint_folder, is_complete
 from contaccum.adapters.combinations import refuse_combinations
 from contaccum.adapters.data_sets import BankSizes, Losses, bank_losses, rows_by_data_set, served_by
 from contaccum.adapters.losses import ContAccumLoss
-from contaccum.common.errors import CheckpointError
+from contaccum.common.errors import CheckpointError, not_saved
 from contaccum.common.outputs import whole_path
 
 STATE_NAME = "contaccum_state"
@@ -169,9 +171,10 @@ class ContAccumCallback(SkippedSteps):
     def before_checkpoint(self, folder: Path) -> None:
         """Write the banks, and remove those of an earlier run by another number of processes."""
         file, self.saved = self._file(folder), folder
+        states = [loss.criterion.state_dict() for loss in bank_losses(self.loss)]  # in each process: all go on alike
         if file.name != f"{STATE_NAME}.pt" or self.saves:
             with whole_path(file) as part:
-                torch.save([loss.criterion.state_dict() for loss in bank_losses(self.loss)], part)
+                torch.save(states, part)
         if self.saves:
             current = {f"{STATE_NAME}_{rank}.pt" for rank in range(_world_size())} if file.name != f"{STATE_NAME}.pt" else {file.name}
             for other in folder.glob(f"{STATE_NAME}*.pt"):
@@ -233,16 +236,34 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             self.bank_callback.select_banks(inputs["dataset_name"])
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    @contextmanager
+    def weighing(self, share: float) -> Iterator[None]:
+        """Inside, `training_step` takes a part of a micro-batch, this share of its samples: it divides the loss by that much more."""
+        before = self.current_gradient_accumulation_steps
+        self.current_gradient_accumulation_steps = before / share  # type: ignore[assignment]  # a divisor, nothing else
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps = before
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """None once all updates are done: resumed from a last checkpoint within an epoch, the trainer would go on to the epoch's end."""
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        return super().get_batch_samples(*args, **kwargs)
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         folder = checkpoint_folder(self.args, self.state)
         try:
+            if self.args.should_save and folder.exists():  # of an interrupted save, or damaged: it would count as complete too early
+                shutil.rmtree(folder)
+            self.accelerator.wait_for_everyone()
             super()._save_checkpoint(*args, **kwargs)
         except Exception as error:
+            failed = not_saved(folder, error, "go on with --resume: earlier checkpoints are untouched")
             if self.args.should_save and not is_complete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-            raise CheckpointError(
-                f"could not save {folder}: {error}; earlier checkpoints are untouched: make room and go on with --resume"
-            ) from error
+            raise failed from error
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last thing each process writes before the trainer's state makes the checkpoint complete and older ones are deleted."""

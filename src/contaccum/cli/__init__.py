@@ -14,7 +14,7 @@ import typer
 from contaccum.cli import bench, comparison, data, plan, report, reproduce, retrieval, training
 from contaccum.cli.base import app
 from contaccum.common.console import hide_usual_load_reports
-from contaccum.common.errors import CheckpointError
+from contaccum.common.errors import CheckpointError, DivergedError, is_full_disk
 from contaccum.common.hub import go_offline_without_network
 
 __all__ = ["app", "bench", "comparison", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
@@ -22,6 +22,7 @@ __all__ = ["app", "bench", "comparison", "data", "main", "plan", "report", "repr
 
 FROM_HUB = ("plan", "train", "compare", "encode", "evaluate", "mine", "reproduce")  # commands that may load a model by its name
 INTERRUPTED = 130  # as shells have it
+FULL = "no room is left on the disk ({}); make room and give the same command again (train: with --resume)"
 
 
 def main() -> None:
@@ -50,26 +51,38 @@ def _without(words: Sequence[str], options: Sequence[str]) -> tuple[list[str], s
 
 def _run(words: list[str], errors: TextIO, debug: bool) -> NoReturn:
     def fail(message: str, code: int) -> NoReturn:
-        print(f"error: {message}", file=errors)
+        print(f"error: {' '.join(message.splitlines())}", file=errors)
         raise SystemExit(code)
 
+    if odd := next((word for word in words if any("\ud800" <= letter <= "\udfff" for letter in word)), None):
+        fail(f"{odd!r} is not UTF-8; rename the file or folder", 2)
     try:
         code = app(words, standalone_mode=False) or 0
     except (ValueError, CheckpointError) as error:
         fail(str(error), 2)
+    except DivergedError as error:
+        fail(str(error), 1)
     except ModuleNotFoundError as error:
         if (error.name or "contaccum").startswith("contaccum") and debug:
             raise
         fail(f"{error.name} is not installed; pip install 'contaccum[train,mine,search,report]'", 2)
     except OSError as error:
+        if is_full_disk(error):
+            fail(FULL.format(error.filename or error.strerror), 2)
         if error.filename is None or error.strerror is None:
             if debug:
                 raise
             fail(f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]}; {_traceback_file()}", 1)
         fail(f"{error.filename}: {error.strerror}; choose another place, or make it possible there", 2)
-    except typer.Abort:  # Ctrl-C, by an older typer
+    except typer.Abort as error:  # Ctrl-C, by an older typer; an end of file in a command is one too
+        if isinstance(error.__cause__, EOFError) and debug:
+            raise
+        if isinstance(error.__cause__, EOFError):
+            fail(f"a file that was read ends too early ({error.__cause__}); {_traceback_file()}", 1)
         code = INTERRUPTED
     except Exception as error:
+        if is_full_disk(error):
+            fail(FULL.format(" ".join(str(error).split())), 2)
         if hasattr(error, "format_message"):  # typer's own, for what it cannot parse
             _refuse(error, fail)
         message = " ".join(str(error).split())

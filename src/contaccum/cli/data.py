@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from contaccum.cli.functions import command
 
 if TYPE_CHECKING:
-    from contaccum.data.prepare import PrepareSummary
+    from contaccum.data.prepared import PrepareSummary
 
 
 @command("contaccum.data.prepare", "prepare")
@@ -15,6 +15,8 @@ def show_prepared(summary: PrepareSummary, **_: Any) -> None:
     """Example: contaccum prepare my.csv --query-column question --positive-column answer --output sets/my
 
     Example: contaccum prepare --download nq --output sets/nq
+
+    Example: contaccum prepare psgs_w100.tsv.gz --unsupervised crops --output sets/crops
     """
     print(summary.table())
 

@@ -48,6 +48,7 @@ def plan(
 
     chosen = {"hard_negatives": 1, **{name: value for name, value in options.items() if value is not None}}
     config = load_config(None, chosen)
+    config.check_values()
     if "max_seq_length" not in chosen:
         config = replace(config, max_seq_length=longest(config.model, config.passage_model, config.max_seq_length))
     try_out = try_in_process if verify and torch.cuda.is_available() else None

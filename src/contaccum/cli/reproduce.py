@@ -14,11 +14,11 @@ from contaccum.cli.base import app, whole_numbers
 
 @app.command("reproduce")
 def reproduce(
-    experiment: Annotated[str, typer.Argument(help="main, ablation, bank-size, speed, gradnorm, simmass or memory")],
+    experiment: Annotated[str, typer.Argument(help="main, ablation, bank-size, speed, gradnorm, simmass, memory or pretrain")],
     dataset: Annotated[str, typer.Option(help="acl, squad-wiki, nq, trivia, webq, trec, msmarco or harvest (embedded)")] = "harvest",
     data: Annotated[Optional[Path], typer.Option(help="folder with the data set's files (not for harvest)")] = None,  # noqa: UP045
-    scale: Annotated[str, typer.Option(help="tiny (minutes on a CPU), small (one GPU, hours or less) or paper")] = "small",
-    model: Annotated[Optional[str], typer.Option(help="encoder to start from (default: bert-base-uncased; tiny: random)")] = None,  # noqa: UP045
+    scale: Annotated[str, typer.Option(help="tiny (minutes on a CPU), cpu, small (one GPU, hours or less) or paper")] = "small",
+    model: Annotated[Optional[str], typer.Option(help="encoder, or random (default: bert-base-uncased; tiny: random)")] = None,  # noqa: UP045
     output: Annotated[Optional[Path], typer.Option(help="folder to write or continue (default: runs/EXPERIMENT-DATASET)")] = None,  # noqa: UP045
     seeds: Annotated[str, typer.Option(help="seeds with commas between")] = "0",
     jobs: Annotated[int, typer.Option(help="cells that run at once, each in its own process; 0: one after another in this process")] = 1,
@@ -33,8 +33,7 @@ def reproduce(
 
     Example: contaccum reproduce main --dataset nq --data downloads/nq --scale paper --seeds 0,1,2
     """
-    from contaccum.experiments.runner import Request, planned
-    from contaccum.experiments.runner import reproduce as run_reproduce
+    from contaccum.experiments.request import Request, planned
     from contaccum.report.terminal import show_lines
 
     folder = output or Path("runs") / f"{experiment}-{dataset}"
@@ -46,6 +45,8 @@ def reproduce(
         for cell in planned(request):
             print(cell.name)
         return
+    from contaccum.experiments.runner import reproduce as run_reproduce
+
     found = run_reproduce(request, say=lambda line: print(line, file=sys.stderr, flush=True))
     if json_:
         print(json.dumps(found["rows"]))

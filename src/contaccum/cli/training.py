@@ -25,6 +25,10 @@ def train(
     recipe: Annotated[
         str, typer.Option(help="to start from: paper, or st: one tower, mean pooling, cosine, one epoch, as sentence-transformers' users")
     ] = "paper",
+    speed: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="auto: choose precision, n_local and the options that make towers faster, by trials of two minutes at most"),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
     **options: Any,
 ) -> None:
@@ -38,30 +42,51 @@ def train(
     if resume and config is None and "output" in overrides and (stored := Path(overrides["output"]) / "config.yaml").exists():
         config = stored
     chosen = load_config(config, overrides)
+    test_set = _test_set(chosen) if evaluated else None
+    if speed is not None:
+        chosen = _fastest(chosen, speed, resume)
     summary = run_training(chosen, resume=resume)
     if os.environ.get("RANK", "0") != "0":
         return  # one process speaks for all
-    metrics = _test_metrics(chosen) if evaluated else {}
+    metrics = {} if test_set is None else _test_metrics(chosen, test_set)
     if json_:
         print(json.dumps({**summary, **({"metrics": metrics} if metrics else {})}))
     else:
-        print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s, loss {summary['final_loss']:.4f}")
+        loss = "" if summary["final_loss"] is None else f", loss {summary['final_loss']:.4f}"  # of a run whose log was lost
+        print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s{loss}")
         print("".join(f"{name:<12}{100 * value:8.1f}\n" for name, value in metrics.items()), end="")
 
 
-def _test_metrics(config: TrainConfig) -> dict[str, float]:
-    """Of the finished model, where the data has test queries and a collection that is searched within minutes."""
-    import torch
+def _fastest(config: TrainConfig, speed: str, resume: bool) -> TrainConfig:
+    """A resumed run has its options in its folder."""
+    if speed != "auto":
+        raise ValueError(f"speed={speed!r} is unknown; use auto, or leave it out")
+    from contaccum.training.fastest import allocate_in_growing_segments, fastest
 
-    from contaccum.common.console import note
-    from contaccum.data.readers.beir import find_qrels, is_beir
-    from contaccum.data.readers.collections import count_lines
-    from contaccum.retrieval import evaluate
+    allocate_in_growing_segments()
+    return config if resume else fastest(config)
+
+
+def _test_set(config: TrainConfig) -> Path | None:
+    """The BEIR folder with test queries, where the data has such. Judgements that cannot be read are reported before the training."""
+    from contaccum.data.readers.beir import find_qrels, is_beir, read_qrels
 
     data = Path(config.data)
     beir = data / "beir" if is_beir(data / "beir") else data
-    if not is_beir(beir) or "test" not in find_qrels(beir) or "test" in config.split.split("+"):
-        return {}
+    if not is_beir(beir) or "test" in config.split.split("+") or (file := find_qrels(beir).get("test")) is None:
+        return None
+    read_qrels(file)
+    return beir
+
+
+def _test_metrics(config: TrainConfig, beir: Path) -> dict[str, float]:
+    """Of the finished model, where the collection is searched within minutes."""
+    import torch
+
+    from contaccum.common.console import note
+    from contaccum.data.readers.collections import count_lines
+    from contaccum.retrieval import evaluate
+
     if count_lines(beir) > (LARGE if torch.cuda.is_available() else LARGE // 10):
         note(f"the collection is large; to evaluate: contaccum evaluate {config.output}/model {config.data} --output {config.output}")
         return {}

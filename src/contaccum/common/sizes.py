@@ -10,6 +10,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 def parse_bytes(text: str) -> int:
     """ "11GB" -> 11,000,000,000; "11GiB" -> 11,811,160,064."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    if match is None or float(match.group(1)) <= 0:
-        raise ValueError(f"memory {text!r} is not a size; write it as 11GB or 10.5GiB")
-    return int(float(match.group(1)) * _UNITS[match.group(2)])
+    size = 0.0 if match is None else float(match.group(1)) * _UNITS[match.group(2)]
+    if not 1 <= size < 2**63:
+        raise ValueError(f"memory {text[:80]!r} is not a size; write it as 11GB or 10.5GiB")
+    return int(size)

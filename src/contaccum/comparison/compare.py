@@ -16,12 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.common.outputs import check_output, read_json, write_json
+from contaccum.common.lock import alone_in
+from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_json, read_object, remove_parts, write_json
 from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared, smaller_collection
 from contaccum.comparison.watch import Work, run_all
 from contaccum.experiments.datasets import Ready
 from contaccum.experiments.grid import Cell, with_seeds
+from contaccum.experiments.processes import end_of
 from contaccum.methods.config import load_config
 from contaccum.methods.recipes import recipe
 from contaccum.methods.table import get_method, split_update
@@ -112,25 +114,26 @@ def compare(
     columns = Columns(query_column, positive_column, tuple(negative_column))
     _check(chosen, base, asked, memory, seeds)
     folder = Path(output)
-    with _claimed(folder, {**request, **asked, "columns": asdict(columns)}):
-        found = prepared(data, folder / "data", columns, subset)
-    for line in found.lines:
-        tell(line)
-    base["pooling"] = base.get("pooling") or pooling_of(model)
-    size = _sizes(folder, found, base, [options["method"] for options in chosen.values()], len(seeds), asked)
-    base["max_seq_length"] = size.tokens
-    for line in described(size, found, str(model), memory):
-        tell(line)
-    options = {name: {**base, **_schedule(size, found), **own} for name, own in chosen.items()}
-    for own in options.values():
-        split_update(get_method(own["method"]), own["n_total"], own["n_local"] or 1)
-    ready = _ready(found, size, folder)
-    cells = _cells(options, base, seeds, ready)
-    failed = _run(cells, folder, ready, size, found, tell)
-    from contaccum.comparison.outcome import outcome
+    with alone_in(folder):
+        with _claimed(folder, {**request, **asked, "columns": asdict(columns)}):
+            found = prepared(data, folder / "data", columns, subset)
+            for line in found.lines:
+                tell(line)
+            base["pooling"] = base.get("pooling") or pooling_of(model)
+            size = _sizes(folder, found, base, [options["method"] for options in chosen.values()], len(seeds), asked)
+            base["max_seq_length"] = size.tokens
+            for line in described(size, found, str(model), memory):
+                tell(line)
+            options = {name: {**base, **_schedule(size, found), **own} for name, own in chosen.items()}
+            for own in options.values():
+                split_update(get_method(own["method"]), own["n_total"], own["n_local"] or 1)
+        ready = _ready(found, size, folder)
+        cells = _cells(options, base, seeds, ready)
+        failed = _run(cells, folder, ready, size, found, tell)
+        from contaccum.comparison.outcome import outcome
 
-    runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
-    return outcome(folder, runs, options, found, size, failed, title, _introduction(chosen) if introduction is None else introduction)
+        runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
+        return outcome(folder, runs, options, found, size, failed, title, _introduction(chosen) if introduction is None else introduction)
 
 
 def _introduction(chosen: dict[str, dict[str, Any]]) -> str:
@@ -176,15 +179,11 @@ def _check(chosen: dict[str, Any], base: dict[str, Any], asked: dict[str, Any], 
 
 @contextmanager
 def _claimed(folder: Path, wanted: dict[str, Any]) -> Iterator[None]:
-    """The folder is this request's; ValueError where it is another's. A source that cannot be used leaves nothing behind."""
-    new = not folder.exists()
-    _claim(folder, wanted)
-    try:
+    """The folder is this request's; ValueError where it is another's. A request that cannot be met leaves nothing behind."""
+    with gone_if_refused(folder):
+        _claim(folder, wanted)
+        remove_parts(folder)
         yield
-    except ValueError:
-        if new:
-            shutil.rmtree(folder)
-        raise
 
 
 def _claim(folder: Path, wanted: dict[str, Any]) -> None:
@@ -196,7 +195,7 @@ def _claim(folder: Path, wanted: dict[str, Any]) -> None:
             raise ValueError(f"{folder} was begun with {name}={before.get(name)!r}, not {wanted[name]!r}; use another --output")
         return
     check_output(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not is_unused(folder):
         raise ValueError(f"{folder} is not empty and holds no comparison; use another --output")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, wanted)
@@ -230,8 +229,8 @@ def pooling_of(model: str) -> str:
 def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequence[str], seeds: int, asked: dict[str, Any]) -> Sizes:
     """Decided once: a comparison that goes on has the same."""
     file = folder / "sizes.json"
-    if file.exists():
-        return Sizes(**read_json(file))
+    if (stored := read_object(file)) is not None:
+        return Sizes(**stored)
     from contaccum.experiments.baselines import untrained_model
 
     minutes, tokens = asked["minutes"], asked["max_seq_length"]
@@ -277,25 +276,20 @@ def _run(cells: Sequence[Cell], folder: Path, ready: Ready, size: Sizes, found: 
     work = []
     for cell in cells:
         place = folder / "cells" / cell.name
-        if not (place / "result.json").exists():
+        if read_object(place / "result.json") is None:
             write_json(place / "cell.json", {**asdict(cell), "data": asdict(ready)})
             work.append(Work(cell.name, place, size.updates(found.rows) if cell.kind == "train" else 0))
     if work:
         environment = {name: str(size.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         run_all(work, size.jobs, size.n_total, {**environment, "TOKENIZERS_PARALLELISM": "false"}, say)
-    failed = [cell.name for cell in cells if not (folder / "cells" / cell.name / "result.json").exists()]
+    failed = [cell.name for cell in cells if read_object(folder / "cells" / cell.name / "result.json") is None]
     for name in failed:
         log = folder / "cells" / name / "cell.log"
-        say(f"failed: {name}; the end of {log}:\n{_tail(log)}")
+        say(f"failed: {name}; the end of {log}:\n{end_of(log, 4)}")
     for cell in cells:
         if cell.name not in failed:  # the model lies beside them
             shutil.rmtree(folder / "cells" / cell.name / "run" / "checkpoints", ignore_errors=True)
     return failed
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return "\n".join(f"    {line}" for line in lines[-4:])
 
 
 def _to_stderr(line: str) -> None:

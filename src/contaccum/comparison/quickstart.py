@@ -51,6 +51,12 @@ class Settings:
     width: int = 128
     layers: int = 2
 
+    def check(self) -> None:
+        """ValueError for what cannot be; each part of the pairs must fill an update."""
+        TrainConfig(epochs=self.epochs, seed=self.seed, lr=self.lr, **self.sizes()).check_values()
+        if self.pairs < (least := 4 * self.n_total):
+            raise ValueError(f"pairs={self.pairs} are too few for updates of {self.n_total}; use {least} or more")
+
     def sizes(self) -> dict[str, Any]:
         return {"n_total": self.n_total, "n_local": self.n_local, "max_seq_length": self.max_seq_length}
 
@@ -58,6 +64,7 @@ class Settings:
 def quickstart(output: Path, settings: Settings, say: Callable[[str], None] | None = None) -> Comparison:
     """All three steps in `output`, a new folder."""
     tell = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    settings.check()
     output.mkdir(parents=True)
     model = starting_point(output, settings, tell)
     return compare(

@@ -7,19 +7,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import read_json, write_json
+from contaccum.common.outputs import read_object, scratch_for, write_json
 from contaccum.data.guess import guess_columns
 from contaccum.data.held_out import hold_out
-from contaccum.data.prepare import PrepareSummary, SplitSummary, prepare, save_splits, write_split
+from contaccum.data.prepare import prepare
+from contaccum.data.prepared import PrepareSummary, SplitSummary, save_splits, write_split
 from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
 from contaccum.data.readers.collections import count_lines, encoded_texts
 from contaccum.data.sources import check_may_exist, detect
@@ -57,8 +58,10 @@ class Prepared:
 def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | None = None, most_test: int | None = None) -> Prepared:
     """The source under `folder`, whole or not at all; what is there already is used again."""
     known = folder / "prepared.json"
-    if known.exists():
-        return Prepared(**read_json(known))
+    if (stored := read_object(known)) is not None:
+        return Prepared(**stored)
+    if folder.exists():  # of a process that was killed before it wrote the above
+        shutil.rmtree(folder)
     lines: list[str] = []
     check_may_exist(str(source))
     kind = detect(str(source), {})
@@ -68,12 +71,11 @@ def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | N
         options |= {"query_column": guess.columns.query, "positive_column": guess.columns.positive}
         options["negative_column"] = guess.columns.negatives
         lines.append(guess.line)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".rows-", dir=folder.parent) as scratch:
-        found = prepare(source, Path(scratch) / "rows", kind, **options)
+    with scratch_for(folder) as scratch:
+        found = prepare(source, scratch / "rows", kind, **options)
         lines += _counts(found)
-        summary = _with_held_out(found, Path(scratch), folder, lines, most_test)
-        save_splits(summary, Path(scratch), folder, judged=True, others=_own_collection(Path(source), kind))
+        summary = _with_held_out(found, scratch, folder, lines, most_test)
+        save_splits(summary, scratch, folder, judged=True, others=_own_collection(Path(source), kind))
     told = _told(summary, folder, lines)
     write_json(known, asdict(told))
     return told
@@ -122,8 +124,6 @@ def _told(summary: PrepareSummary, folder: Path, lines: list[str]) -> Prepared:
 
 def smaller_collection(prepared: Prepared, folder: Path, passages: int) -> Path:
     """A BEIR folder with the same queries whose collection holds all that is relevant and the first `passages` of the rest."""
-    import shutil
-
     from contaccum.common.outputs import write_jsonl
     from contaccum.data.readers.collections import read_collection_of
 

@@ -4,7 +4,7 @@
 
 - `contaccum.core.stored_bank.StoredBank` reads vectors as they were stored. Scores between them never change, so a table keeps their sums.
 - `contaccum.core.direct_bank.DirectBank` does so too, and computes those scores each time: for comparisons that no table is kept of.
-- `contaccum.core.corrected_bank.CorrectedBank` reads them with the present mean of their tower, and computes those scores each time.
+- `contaccum.core.corrected_bank.CorrectedBank` reads them with the present mean of their tower, and keeps what of those scores stays.
 """
 
 from __future__ import annotations
@@ -137,15 +137,15 @@ class DualBank(Rings, ABC):
         m, r = len(self), self.filled_rows
         return None if m == 0 else self.read(rows, columns, self.rows(0, r), self.columns(0, m), width)
 
-    def compared(self, rows: Rows, columns: Columns, width: int | None = None) -> Past:
-        """Bank rows over bank columns, their scores computed now."""
+    def compared(self, rows: Rows, columns: Columns, width: int | None = None, log_sums: Tensor | None = None) -> Past:
+        """Bank rows over bank columns, their scores computed now where `log_sums` are not known."""
         rows, columns = self._with_positives(rows, columns)
         if width is not None:
             columns = replace(columns, passages=_cut(columns.passages, width))
             rows = replace(rows, queries=_cut(rows.queries, width), positives=_cut(rows.positives, width))
         assert rows.positives is not None
         positive_scores = (rows.queries * rows.positives).sum(1).mul_(self.how.scale)
-        return Past(rows, columns, self.how.constants(rows, columns), positive_scores)
+        return Past(rows, columns, self.how.constants(rows, columns) if log_sums is None else log_sums, positive_scores)
 
     def _with_positives(self, rows: Rows, columns: Columns) -> tuple[Rows, Columns]:
         """In computing precision, each row with its own positive."""

@@ -1,6 +1,7 @@
 """A bank that corrects drift: vectors are stored without the mean of their time and read with the present one.
 
-All of them change with every micro-step, so scores between them are computed each time instead of kept. See `contaccum.core.drift`.
+All of them change with every micro-step. Scores between them are kept where they can be (`contaccum.core.kept_scores`), else computed each
+time. Why vectors are corrected: `contaccum.core.drift`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from contaccum.core.bank import Arrivals
 from contaccum.core.common_push import CommonPush
@@ -19,6 +19,9 @@ from contaccum.core.direct_bank import DirectBank
 from contaccum.core.drift import RunningMeans
 from contaccum.core.finite import Finite, largest
 from contaccum.core.infonce import Blocks, Columns, Gradients, Past, Rows
+from contaccum.core.kept_scores import KeptScores, Shift
+
+MOST_SCORES = 134_217_728  # that are kept: of 8,192 tuples with a hard negative each, 512 MB
 
 
 @dataclass(frozen=True)
@@ -43,27 +46,55 @@ class CorrectedBank(DirectBank):
         self.means = RunningMeans()
         self.pushes = nn.ModuleDict()  # by width
         self.unit, self.zero_sum = unit, zero_sum
+        self.kept = KeptScores()
 
     def read(self, rows: Rows, columns: Columns, past_rows: Rows, past_columns: Columns, width: int | None) -> Past:
-        query_mean, passage_means = self.means.present(rows.queries, columns.passages)
-        past_rows = replace(past_rows, queries=self._with_mean(past_rows.queries, query_mean))
-        past_columns = replace(past_columns, passages=self._with_mean(past_columns.passages, passage_means))
-        return self.compared(past_rows, past_columns, width)
+        means = self.means.present(rows.queries, columns.passages)
+        queries, row_lengths = self._with_mean(past_rows.queries, means[0])
+        passages, column_lengths = self._with_mean(past_columns.passages, means[1])
+        log_sums = None
+        if width is None and self._keeps_scores(len(queries)):
+            with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
+                self.kept.follow(self, len(queries), len(passages), self._count, self.how.scale)
+                log_sums = self.kept.log_sums(self._shift(queries, passages, *means, row_lengths, column_lengths))
+        return self.compared(replace(past_rows, queries=queries), replace(past_columns, passages=passages), width, log_sums)
 
-    def _with_mean(self, stored: Tensor, mean: Tensor) -> Tensor:
+    def _with_mean(self, stored: Tensor, mean: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Vectors as they are read, and what they were divided by."""
         vectors = stored + mean
-        return normalize(vectors, dim=-1) if self.unit else vectors
+        if not self.unit:
+            return vectors, None
+        lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min_(1e-12)
+        return vectors.div_(lengths), lengths
+
+    def _keeps_scores(self, rows: int) -> bool:
+        return rows > 0 and self.how.plain and self.query_size * self._passages[..., 0].numel() <= MOST_SCORES
+
+    def _shift(
+        self, queries: Tensor, passages: Tensor, query_mean: Tensor, passage_means: Tensor, rows: Tensor | None, columns: Tensor | None
+    ) -> Shift:
+        """Of scores between stored vectors, for these as they are read and the lengths they were divided by."""
+        of_rows, of_columns = queries @ passage_means.T, passages @ query_mean
+        if rows is not None and columns is not None:
+            columns = columns.squeeze(-1)
+            of_rows, of_columns = of_rows * rows, of_columns * columns
+        of_columns = of_columns - passage_means @ query_mean
+        return Shift(of_rows.mul_(self.how.scale), of_columns.mul_(self.how.scale), rows, columns)
+
+    def rescale(self, how: Comparison) -> None:
+        super().rescale(how)
+        self.kept.release()
 
     @property
     def queries(self) -> Tensor:
         """As the loss would read them without a newer sample."""
         stored = super().queries
-        return self._with_mean(stored, self.means.latest(self._passages.shape[1])[0]) if len(stored) else stored
+        return self._with_mean(stored, self.means.latest(self._passages.shape[1])[0])[0] if len(stored) else stored
 
     @property
     def passages(self) -> Tensor:
         stored = super().passages
-        return self._with_mean(stored, self.means.latest(self._passages.shape[1])[1]) if len(stored) else stored
+        return self._with_mean(stored, self.means.latest(self._passages.shape[1])[1])[0] if len(stored) else stored
 
     def arriving(self, rows: Rows, columns: Columns, past: Past | None, blocks: Blocks | None) -> CenteredArrivals:
         finite, queries, passages = self._finite(rows, columns), rows.queries, columns.passages
@@ -108,11 +139,17 @@ class CorrectedBank(DirectBank):
 
     def clear(self) -> None:
         super().clear()
+        self.kept.count = 0
         self.means.clear()
         for push in self._pushes():
             push.clear()
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        self.kept.release()
+        return super().state_dict(*args, **kwargs)
+
     def release(self) -> None:
         super().release()
+        self.kept.release()
         self.means.release()
         self.pushes.clear()

@@ -13,6 +13,10 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
+from contaccum.common.errors import DataError
+from contaccum.data.readers.files import shown
+
+SECONDS = 2.0  # for a regular expression in a passage, which takes microseconds; a few never end
 MATCHES = ("string", "regex")
 FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
 WORD = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]", flags=FLAGS)
@@ -54,7 +58,7 @@ class AnswerMatcher:
 
     def found_in(self, form: str) -> bool:
         """Whether the passage with this `searchable` form contains one of the answers."""
-        return any(run in form for run in self.runs) or any(pattern.search(form) is not None for pattern in self.patterns)
+        return any(run in form for run in self.runs) or any(_matches(pattern, form) for pattern in self.patterns)
 
 
 def check_match(match: str) -> str:
@@ -62,6 +66,17 @@ def check_match(match: str) -> str:
     if match not in MATCHES:
         raise ValueError(f"match={match!r} is unknown; choose one of {', '.join(MATCHES)}")
     return match
+
+
+def _matches(pattern: Any, form: str) -> bool:
+    try:
+        return pattern.search(form, timeout=SECONDS) is not None
+    except TimeoutError as error:
+        answer, place = shown(pattern.pattern), shown(form[:60])
+        raise DataError(
+            f"the answer {answer} was not looked up within {SECONDS:g} s in the passage that begins with {place}: its parts can match "
+            "the same text in too many orders, as (a+)+ can; write it without repeats in repeats, or use --match string"
+        ) from error
 
 
 def _compiled(pattern: str) -> Any:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, Value, concatenate_datasets
@@ -18,12 +15,13 @@ from datasets.arrow_writer import ArrowWriter  # type: ignore[import-untyped]
 from tqdm import tqdm
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_new, write_json
+from contaccum.common.outputs import check_new, move_out, scratch_for, write_json
 from contaccum.common.provenance import provenance
 from contaccum.data.answers import check_match
 from contaccum.data.negatives import check_floats, check_numbers, denoise, existing, load_cross_encoder, mine_bm25, mine_dense
 from contaccum.data.readers.beir import find_qrels, is_beir
 from contaccum.data.readers.collections import encoded_texts
+from contaccum.data.readers.saved import saved_splits
 from contaccum.data.training_set import FEATURES, load_training_set, quiet_datasets
 
 MINERS = ("bm25", "dense", "existing")
@@ -83,9 +81,7 @@ def mine(
     # Whatever is wrong with an option or a model is reported before the collection is read, which may take long.
     miner = _miner(method, per_query, depth, match, None if stopwords == "none" else stopwords, model, filters)
     scorer = None if cross_encoder is None else load_cross_encoder(cross_encoder)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:  # a rename moves what is finished
-        scratch = Path(folder)
+    with scratch_for(output) as scratch:  # a rename moves what is finished
         tables = {name: load_training_set(data, name) for name in split_names(data)}
         mined = concatenate_datasets([tables[name] for name in splits])
         passages = _stored([] if method == "existing" else _texts(data, collection, mined), scratch)
@@ -103,7 +99,7 @@ def mine(
         if is_beir(data / "beir"):  # by which a model is evaluated
             shutil.copytree(data / "beir", scratch / "whole" / "beir")
         write_json(scratch / "whole" / "mine.json", summary | provenance())
-        os.replace(scratch / "whole", output)
+        move_out(scratch / "whole", output)
     return summary
 
 
@@ -144,12 +140,7 @@ def split_names(data: Path) -> list[str]:
     """The splits of a training set, as `load_training_set` takes them; "train" where it has none."""
     if is_beir(data):
         return list(find_qrels(data))
-    if (listing := data / "dataset_dict.json").is_file():
-        try:
-            return list(json.loads(listing.read_text())["splits"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{listing} does not list splits ({error!r}); prepare the data set again") from error
-    return ["train"]
+    return saved_splits(data) or ["train"]
 
 
 def _texts(data: Path, collection: str | Path | None, mined: Dataset) -> Iterable[str]:

@@ -6,15 +6,18 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import datasets
+import numpy as np
 import pyarrow.compute  # type: ignore[import-untyped]
-from datasets import Dataset, DatasetDict, Features, Sequence, Value, load_from_disk
+from datasets import Dataset, Features, Sequence, Value
 
 from contaccum.common.errors import DataError
+from contaccum.common.inputs import readable
 from contaccum.data.readers.beir import is_beir, read_pairs
-from contaccum.data.readers.files import bare_suffix, read_jsonl, text_field, text_list
+from contaccum.data.readers.files import bare_suffix, listed, read_jsonl, text_field, text_list
+from contaccum.data.readers.saved import LISTING, REMEDY, is_saved, load_saved
 
 # One row per (query, relevant passage). `answers` are texts, or regular expressions, that a right passage contains; often none are known.
 OTHER_FORMATS = (".csv", ".tsv", ".parquet", ".json")
@@ -57,22 +60,38 @@ def as_table(columns: dict[str, list[Any]]) -> Dataset:
     return Dataset.from_dict({name: columns.get(name, empty) for name in FEATURES}, features=FEATURES)
 
 
+def load_splits(folder: Path, split: str) -> Dataset:
+    """The rows of a split, or of several, of a data set on disk."""
+    if not is_saved(folder):
+        raise DataError(f"{folder} is neither a BEIR folder (no corpus.jsonl) nor a saved data set (no dataset_dict.json)")
+    tables = load_saved(folder)
+    names = split.split("+") if (folder / LISTING).is_file() else list(tables)
+    if missing_splits := [name for name in names if name not in tables]:
+        raise DataError(f"{folder} has no split {missing_splits[0]!r}; it has {listed(tables)}")
+    with readable(f"{folder} cannot be read as a saved data set", REMEDY):
+        return datasets.concatenate_datasets([tables[name] for name in names])
+
+
 def _saved(folder: Path, split: str) -> Dataset:
-    try:
-        dataset = load_from_disk(str(folder))
-    except (FileNotFoundError, OSError) as error:
-        raise DataError(f"{folder} is neither a BEIR folder (no corpus.jsonl) nor a saved data set ({error})") from error
-    if isinstance(dataset, DatasetDict):
-        names = split.split("+")
-        if missing_splits := [name for name in names if name not in dataset]:
-            raise DataError(f"{folder} has no split {missing_splits[0]!r}; it has {', '.join(dataset)}")
-        dataset = datasets.concatenate_datasets([dataset[name] for name in names])
+    dataset = load_splits(folder, split)
+    if {"text", "document"} <= set(dataset.column_names):
+        raise DataError(f"{folder} holds texts that pairs are drawn from; contaccum train reads it, other commands need pairs")
+    with readable(f"{folder} cannot be read as a saved data set", REMEDY):
+        return _as_training_set(dataset, folder)
+
+
+def _as_training_set(dataset: Dataset, folder: Path) -> Dataset:
     if missing := {"query", "positive"} - set(dataset.column_names):
         raise DataError(f"{folder} has no column {', '.join(sorted(missing))}; it has {', '.join(dataset.column_names)}")
     for name in set(FEATURES) - set(dataset.column_names):
         dataset = dataset.add_column(name, [[] for _ in range(len(dataset))])
     dataset = dataset.select_columns(list(FEATURES))
-    return dataset if dataset.features == FEATURES else dataset.cast(FEATURES)  # a cast writes a copy
+    dataset = dataset if dataset.features == FEATURES else dataset.cast(FEATURES)  # a cast writes a copy
+    for name in FEATURES:
+        column = dataset.data.column(name)
+        if column.null_count or (name in ("negatives", "answers") and pyarrow.compute.list_flatten(column).null_count):
+            raise DataError(f"{folder}: the column {name!r} holds a missing value (null) where a text is needed; {REMEDY}")
+    return dataset
 
 
 def _from_jsonl(path: Path) -> Dataset:
@@ -106,6 +125,21 @@ def with_hard_negatives(dataset: Dataset, hard_negatives: int, seed: int) -> tup
     return kept, draw
 
 
+def without_blanks(dataset: Dataset) -> Dataset:
+    """The rows whose query and positive hold something; DataError where there is none."""
+    texts = dataset.select_columns(["query", "positive"]).with_format("arrow")
+    blank = np.array([blank for batch in texts.iter(10_000) for blank in _blank(batch)], dtype=bool)
+    if blank.all():
+        raise DataError(f"none of {len(dataset):,} rows has both a query and a positive that are not blank; is it the right file?")
+    return dataset.select(np.flatnonzero(~blank)) if blank.any() else dataset
+
+
+def _blank(batch: Any) -> Any:
+    """Of each row, whether one of its texts holds nothing that can be seen."""
+    columns = [pyarrow.compute.equal(pyarrow.compute.utf8_trim_whitespace(batch[name]), "") for name in ("query", "positive")]
+    return pyarrow.compute.or_(*columns).to_pylist()
+
+
 def has_negatives(dataset: Dataset) -> bool:
     return any(_negative_counts(dataset))
 
@@ -114,6 +148,12 @@ def _negative_counts(dataset: Dataset) -> list[int]:
     """Hard negatives per row, without reading their texts."""
     counts: list[int] = pyarrow.compute.list_value_length(dataset.with_format("arrow")["negatives"][:]).to_pylist()
     return counts
+
+
+class DrawnByEpoch(Protocol):
+    """A transform that draws other values for every epoch."""
+
+    epoch: int
 
 
 class DrawNegatives:

@@ -33,10 +33,11 @@ from contaccum.adapters.losses import ContAccumLoss
 from contaccum.common.outputs import check_file, write_json
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
+from contaccum.experiments.grid import SIZES
+from contaccum.experiments.share import shared
 from contaccum.experiments.workloads import (
     LENGTHS,
     PRECISIONS,
-    SIZES,
     VARIANTS,
     Variant,
     Workload,
@@ -83,6 +84,7 @@ def bench(
     rounds: int = 3,
     updates: int = 3,
     output: str | Path | None = None,
+    share: str | Path | None = None,
 ) -> list[dict[str, Any]]:
     """Time and (on a GPU) peak memory of one update by our methods, sentence-transformers' losses and the paper's own way, side by side.
 
@@ -105,8 +107,11 @@ def bench(
         rounds: turns of each variant
         updates: updates timed per turn
         output: JSON file to write
+        share: JSON file to write for others: GPU, driver, versions and rows, without anything of this machine's names and folders
     """
+    options = {name: value for name, value in locals().items() if name not in ("output", "share")}
     check_file(output)
+    check_file(share, [output], "--share")
     if memory is not None and (cannot := limit_memory(parse_bytes(memory))):
         print(f"note: {cannot}", file=sys.stderr)
     rows = []
@@ -116,6 +121,8 @@ def bench(
         rows += measure(model, work, variants, rounds, updates)
     if output is not None:
         write_json(output, {"provenance": provenance(0), "rows": rows})
+    if share is not None:
+        write_json(share, shared(rows, options))
     return rows
 
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import threading
 import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contaccum.common.outputs import write_json
+from contaccum.common.errors import CheckpointError, DivergedError
+from contaccum.common.outputs import read_object, write_json
 from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
+from contaccum.experiments.pretrain import FINE_TUNED, ZERO_SHOT, shown
 from contaccum.training.logfile import read_log
 
 PASSAGES_RANKED = 100  # for each query
@@ -34,25 +37,49 @@ def run_cell(folder: Path) -> None:
 
 def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     """Train, or go on with what an interrupted try left."""
+    data, run = Ready(**spec["data"]), folder / "run"
+    summary = _trained(run, {**spec["options"], "data": data.train, "seed": spec["seed"]})
+    metrics = judge_run(run / "model", run, data) if spec["evaluated"] else {}
+    return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
+
+
+def _trained(run: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """A run's summary, of training that is done now or was before."""
     from contaccum.methods.config import TrainConfig
     from contaccum.training.run import train
 
-    data, run = Ready(**spec["data"]), folder / "run"
-    options = {**spec["options"], "data": data.train, "output": str(run), "seed": spec["seed"]}
+    options = {**options, "output": str(run)}
     share = options.pop("query_bank_stop_share", None)
     if share is not None:
         options["query_bank_stop_update"] = round(share * _updates(options))
     config = TrainConfig(**options)
-    finished = run / "summary.json"
-    if finished.exists():
-        summary = json.loads(finished.read_text())
-    else:
-        begun = (run / "config.yaml").exists()
-        if run.exists() and not begun:
-            shutil.rmtree(run)
-        summary = train(config, resume=begun)
-    metrics = judge_run(run / "model", run, data) if spec["evaluated"] else {}
+    return read_object(run / "summary.json") or train(config, resume=(run / "config.yaml").exists())
+
+
+def _pretrain(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """Train on pairs drawn from the texts of the collection, judge, fine-tune on the training set, judge again."""
+    run = folder / "pretraining"
+    summary = _trained(run, {**spec["options"], "data": spec["documents"], "seed": spec["seed"]})
+    metrics, _ = _tuned(folder, spec, run, run / "model")
     return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
+
+
+def _fine_tune(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
+    """The same without pre-training."""
+    from contaccum.experiments.baselines import untrained_model
+
+    metrics, summary = _tuned(folder, spec, folder / "untrained", untrained_model(spec["fine_tuning"]))
+    return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(folder / "run")}
+
+
+def _tuned(folder: Path, spec: dict[str, Any], before: Path, model: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    """Metrics before and after fine-tuning, and its summary. `before`: the run folder of the model as it is, or a new one."""
+    data, run = Ready(**spec["data"]), folder / "run"
+    data = replace(data, metrics=shown(data.metrics))
+    metrics = {f"{ZERO_SHOT} {name}": value for name, value in judge_run(model, before, data).items()}
+    start = {"model": str(model)} if isinstance(model, Path) else {}
+    summary = _trained(run, {**spec["fine_tuning"], **start, "data": data.train, "seed": spec["seed"]})
+    return metrics | {f"{FINE_TUNED} {name}": value for name, value in judge_run(run / "model", run, data).items()}, summary
 
 
 def _untrained(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
@@ -144,7 +171,15 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-KINDS = {"train": _train, "untrained": _untrained, "bm25": _bm25, "speed": _speed, "memory": _memory}
+KINDS = {
+    "train": _train,
+    "pretrain": _pretrain,
+    "fine-tune": _fine_tune,
+    "untrained": _untrained,
+    "bm25": _bm25,
+    "speed": _speed,
+    "memory": _memory,
+}
 
 
 def end_with_parent() -> None:
@@ -159,6 +194,15 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def told(error: Exception) -> str:
+    """What goes into a cell's log: a line for what was refused or went wrong in a known way, the traceback of anything else."""
+    known = isinstance(error, (ValueError, CheckpointError, DivergedError))
+    return f"error: {error}" if known else "".join(traceback.format_exception(error))
+
+
 if __name__ == "__main__":
     end_with_parent()
-    run_cell(Path(sys.argv[1]))
+    try:
+        run_cell(Path(sys.argv[1]))
+    except Exception as error:
+        sys.exit(told(error))

@@ -1,8 +1,7 @@
-"""The data sets by name: the paper's, those of the same form, and the embedded one; brought into the form that cells read."""
+"""A data set by its name, brought into the form that cells read."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -10,40 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import write_json, write_jsonl, write_text
+from contaccum.common.outputs import read_object, whole_path, write_json, write_jsonl, write_text
 from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.queries import Query, read_queries
 from contaccum.data.training_set import has_negatives, load_training_set
-from contaccum.experiments.grid import Scale
+from contaccum.experiments.grid import DATASETS, DataSet, Scale
 
-
-@dataclass(frozen=True)
-class DataSet:
-    """`form`: beir, msmarco, dpr or harvest. `epochs` and `bank` are the paper's."""
-
-    form: str
-    split: str = "test"
-    epochs: float = 40
-    bank: int = 1024
-    metrics: tuple[str, ...] = ("MRR@10", "NDCG@10", "Recall@20", "Recall@100")
-    match: str = "string"
-
-    @property
-    def headline(self) -> str:
-        return "Top@20" if self.form == "dpr" else self.metrics[0]
-
-
-DATASETS = {
-    "acl": DataSet("beir"),
-    "harvest": DataSet("harvest"),
-    "squad-wiki": DataSet("dpr", bank=128),
-    "nq": DataSet("dpr", bank=2048),
-    "trivia": DataSet("dpr", epochs=100, bank=512),
-    "webq": DataSet("dpr", epochs=100, bank=128),
-    "trec": DataSet("dpr", epochs=40, bank=128, match="regex"),
-    "msmarco": DataSet("msmarco", "dev", 10, 1024, ("NDCG@20", "NDCG@100", "Recall@20", "Recall@100")),
-}
 HARVESTED, HARVEST_TEST = 20_000, 1000
 
 
@@ -59,6 +31,7 @@ class Ready:
     match: str
     metrics: tuple[str, ...]
     hard_negatives: bool
+    whole_collection: str = ""  # of which `collection` may be a part
 
 
 def check_source(name: str, source: Path | None) -> None:
@@ -73,8 +46,8 @@ def ready(name: str, source: Path | None, folder: Path, scale: Scale) -> Ready:
     if name not in DATASETS:
         raise ValueError(f"dataset {name!r} is unknown; choose one of {', '.join(DATASETS)}")
     known = folder / "ready.json"
-    if known.exists():
-        return Ready(**{**json.loads(known.read_text()), "metrics": tuple(json.loads(known.read_text())["metrics"])})
+    if (stored := read_object(known)) is not None:
+        return Ready(**{**stored, "metrics": tuple(stored["metrics"])})
     dataset = DATASETS[name]
     check_source(name, source)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,13 +62,14 @@ def _harvested(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Re
     data = folder / "harvest"
     if not is_beir(data):
         test = scale.queries or HARVEST_TEST
-        write_beir(harvest(limit=HARVESTED if scale.rows is None else scale.rows + test), data, test=test)
-    return _judged(dataset, data, data, data)
+        with whole_path(data) as part:
+            write_beir(harvest(limit=HARVESTED if scale.rows is None else scale.rows + test), part, test=test)
+    return _judged(dataset, data, data, data, data)
 
 
 def _beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
     beir = source / "beir" if is_beir(source / "beir") else source  # of a prepared folder
-    return _judged(dataset, source, *_smaller_beir(dataset, beir, folder, scale))
+    return _judged(dataset, source, beir, *_smaller_beir(dataset, beir, folder, scale))
 
 
 def _msmarco(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
@@ -104,12 +78,13 @@ def _msmarco(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Read
     if not (folder / "train").exists():
         prepare(str(source), folder / "train", "msmarco", max_negatives=5)
     beir = source if is_beir(source) else source / "msmarco"
-    return _judged(dataset, folder / "train", *_smaller_beir(dataset, beir, folder, scale))
+    return _judged(dataset, folder / "train", beir, *_smaller_beir(dataset, beir, folder, scale))
 
 
-def _judged(dataset: DataSet, train: Path, collection: Path, judged: Path) -> Ready:
+def _judged(dataset: DataSet, train: Path, whole: Path, collection: Path, judged: Path) -> Ready:
     negatives = has_negatives(load_training_set(train, "train", limit=1000))
-    return Ready(str(train), str(collection), str(judged), dataset.split, str(judged), dataset.match, dataset.metrics, negatives)
+    judging = (str(collection), str(judged), dataset.split, str(judged), dataset.match, dataset.metrics)
+    return Ready(str(train), *judging, negatives, str(whole))
 
 
 def _smaller_beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> tuple[Path, Path]:
@@ -130,8 +105,8 @@ def _smaller_beir(dataset: DataSet, source: Path, folder: Path, scale: Scale) ->
 def _dpr(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
     from contaccum.data.prepare import prepare
 
-    collection = next((path for path in sorted(source.iterdir()) if ".tsv" in path.suffixes), None)
-    if collection is None:
+    whole = collection = next((path for path in sorted(source.iterdir()) if ".tsv" in path.suffixes), None)
+    if whole is None or collection is None:
         raise DataError(f"{source} holds no passages .tsv (also .gz, .xz); put psgs_w100.tsv.gz there")
     train = folder / "train"
     if not train.exists():
@@ -147,7 +122,8 @@ def _dpr(dataset: DataSet, source: Path, folder: Path, scale: Scale) -> Ready:
         collection = _passages_for(queries, collection, folder / "small.jsonl", dataset.match, scale.passages)
         test = folder / "queries.jsonl"
         write_jsonl(test, ({"_id": q.id, "text": q.text, "answers": q.answers} for q in queries))
-    return Ready(str(train), str(collection), str(test), None, None, dataset.match, ("Top@1", "Top@5", "Top@20", "Top@100"), True)
+    metrics = ("Top@1", "Top@5", "Top@20", "Top@100")
+    return Ready(str(train), str(collection), str(test), None, None, dataset.match, metrics, True, str(whole))
 
 
 def _mined(train: Path, collection: Path, output: Path) -> Path:

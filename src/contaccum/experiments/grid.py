@@ -1,10 +1,14 @@
-"""An experiment as data: cells that differ in a few training options, at one of three scales."""
+"""An experiment as data: cells that differ in a few training options, at one of three scales, on one of the data sets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+TRAINED = ("train", "pretrain", "fine-tune")
+# Encoders that are measured, not trained: layers, width and heads.
+SIZES = {"tiny": (1, 32, 2), "minilm-l3": (3, 384, 12), "minilm-l6": (6, 384, 12), "bert-base": (12, 768, 12), "bert-large": (24, 1024, 16)}
 
 
 @dataclass(frozen=True)
@@ -14,15 +18,31 @@ class Cell:
     group: str  # "contaccum, n = 8"
     options: dict[str, Any]  # TrainConfig fields, or of the measurement
     facts: dict[str, Any] = field(default_factory=dict)  # what tables and plots sort by: {"n": 8, "bank": 1024}
-    kind: str = "train"  # or a measurement of `contaccum.experiments.cell`
+    kind: str = "train"  # or another of `contaccum.experiments.cell.KINDS`
     evaluated: bool = True  # search and judge the test queries after training
     seed: int = 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is no mere measurement."""
+        return self.kind in TRAINED
 
     @property
     def name(self) -> str:
         """A folder's name."""
         words = "".join(letter if letter.isalnum() or letter in ".+" else " " for letter in self.group).split()
         return "-".join([*words, f"seed{self.seed}"])
+
+
+@dataclass(frozen=True)
+class PreTraining:
+    """How large the runs of `pretrain` are."""
+
+    samples: int  # of each cell
+    batches: tuple[int, ...]  # of GradCache
+    micro: tuple[int, ...]
+    banks: tuple[int, ...]
+    rates: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class Scale:
     bench_model: str
     bench_tokens: tuple[int, int]  # queries, passages
     train: dict[str, Any]  # TrainConfig fields
+    pretraining: PreTraining
     diagnose_every: int = 10  # of experiments whose figure shows diagnostics
     rows: int | None = None  # training rows, test queries and passages at most; None: all
     queries: int | None = None
@@ -71,12 +92,24 @@ _PAPERS = Scale(
     bench_model="bert-base",
     bench_tokens=(256, 256),
     train=_PAPER,
+    pretraining=PreTraining(8192 * 1250, (128, 1024, 8192), (8, 32), (1024, 8192, 65_536), (2e-5, 1e-4, 5e-4)),
 )
+_SMALLER = replace(
+    _PAPERS,
+    bank=1024,
+    speed_totals=(8, 32, 128, 512),
+    bench_tokens=(32, 128),
+    train=_SMALL,
+    pretraining=PreTraining(8192 * 125, (128, 1024, 8192), (8, 32), (1024, 8192, 65_536), (2e-5, 1e-4, 5e-4)),
+    rows=20_000,
+    speed_updates=1,
+)
+_SHORT = {**_SMALL, "pooling": "mean", "max_seq_length": 32, "diagnose_every": 0}
+_ON_CPU = PreTraining(8192 * 4, (128, 1024, 8192), (8, 32), (256, 1024), (1e-3, 4e-3))
 SCALES = {
     "paper": _PAPERS,
-    "small": replace(
-        _PAPERS, bank=1024, speed_totals=(8, 32, 128, 512), bench_tokens=(32, 128), train=_SMALL, rows=20_000, speed_updates=1
-    ),
+    "small": _SMALLER,
+    "cpu": replace(_SMALLER, train=_SHORT, pretraining=_ON_CPU, rows=5120, queries=1000, passages=5000),
     "tiny": Scale(
         micro=(2, 4, 8),
         bank=16,
@@ -88,11 +121,40 @@ SCALES = {
         bench_model="tiny",
         bench_tokens=(8, 8),
         train=_TINY,
+        pretraining=PreTraining(32, (8, 16), (2,), (16,), (1e-3,)),
         diagnose_every=1,
         rows=48,
         queries=12,
         passages=60,
     ),
+}
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """`form`: beir, msmarco, dpr or harvest. `epochs` and `bank` are the paper's."""
+
+    form: str
+    split: str = "test"
+    epochs: float = 40
+    bank: int = 1024
+    metrics: tuple[str, ...] = ("MRR@10", "NDCG@10", "Recall@20", "Recall@100")
+    match: str = "string"
+
+    @property
+    def headline(self) -> str:
+        return "Top@20" if self.form == "dpr" else self.metrics[0]
+
+
+DATASETS = {
+    "acl": DataSet("beir"),
+    "harvest": DataSet("harvest"),
+    "squad-wiki": DataSet("dpr", bank=128),
+    "nq": DataSet("dpr", bank=2048),
+    "trivia": DataSet("dpr", epochs=100, bank=512),
+    "webq": DataSet("dpr", epochs=100, bank=128),
+    "trec": DataSet("dpr", epochs=40, bank=128, match="regex"),
+    "msmarco": DataSet("msmarco", "dev", 10, 1024, ("NDCG@20", "NDCG@100", "Recall@20", "Recall@100")),
 }
 
 
@@ -110,4 +172,4 @@ class Experiment:
 
 def with_seeds(cells: Sequence[Cell], seeds: Sequence[int]) -> list[Cell]:
     """Every cell once per seed, seed by seed, so that an interrupted grid is complete for the first seeds. Measurements have one."""
-    return [replace(cell, seed=seed) for i, seed in enumerate(seeds) for cell in cells if i == 0 or cell.kind == "train"]
+    return [replace(cell, seed=seed) for i, seed in enumerate(seeds) for cell in cells if i == 0 or cell.trains]

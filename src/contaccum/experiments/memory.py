@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from contaccum.experiments.figures import memory_by_bank
-from contaccum.experiments.grid import Cell, Experiment, Scale
-from contaccum.experiments.workloads import SIZES
+from contaccum.experiments.grid import SIZES, Cell, Experiment, Scale
 
 
 def cells(scale: Scale, bank: int, hard_negatives: bool) -> list[Cell]:

@@ -6,14 +6,14 @@ import os
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from contaccum.experiments.cell import run_cell
+from contaccum.common.outputs import read_object
+from contaccum.experiments.cell import run_cell, told
 
 Ended = tuple[str, bool, float]  # a cell's name, whether it came to its end, seconds
 
@@ -41,9 +41,9 @@ def _timed(run: Callable[[Path], bool], name: str, folder: Path) -> Ended:
 def _run_here(folder: Path) -> bool:
     try:
         run_cell(folder)
-    except Exception:  # reported at the end, like that of a process
-        _note(folder, traceback.format_exc())
-    return (folder / "result.json").exists()
+    except Exception as error:  # reported at the end, like that of a process
+        _note(folder, told(error))
+    return read_object(folder / "result.json") is not None
 
 
 def run_apart(folder: Path, environment: Mapping[str, str] | None = None) -> bool:
@@ -59,6 +59,13 @@ def run_apart(folder: Path, environment: Mapping[str, str] | None = None) -> boo
     if code < 0:
         _note(folder, f"the process ended with {code}" + (" (killed: out of memory?)" if code == -9 else ""))
     return code == 0
+
+
+def end_of(log: Path, lines: int) -> str:
+    """The last lines of a cell's log, indented."""
+    found = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    empty = "it is empty: where nothing can be written to the disk, make room and give the same command again"
+    return "\n".join(f"    {line}" for line in found[-lines:] or [empty])
 
 
 def _note(folder: Path, line: str) -> None:

@@ -10,84 +10,47 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contaccum.common.outputs import check_output, write_json, write_text
+from contaccum.common.lock import alone_in
+from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_object, remove_parts, whole_path, write_json, write_text
 from contaccum.common.provenance import provenance
-from contaccum.experiments import ablation, bank_size, gradnorm, main_table, memory, simmass, speed
-from contaccum.experiments.datasets import DATASETS, Ready, check_source, corpus_texts, ready
-from contaccum.experiments.grid import SCALES, Cell, Experiment, Scale, with_seeds
-from contaccum.experiments.processes import in_processes, in_this_process
+from contaccum.experiments import pretrain
+from contaccum.experiments.datasets import Ready, check_source, corpus_texts, ready
+from contaccum.experiments.grid import DATASETS, SCALES, Cell, Experiment, Scale
+from contaccum.experiments.processes import end_of, in_processes, in_this_process
+from contaccum.experiments.request import EXPERIMENTS, Request, planned
 from contaccum.experiments.tables import rows_of, table_of
 
-EXPERIMENTS: dict[str, Experiment] = {
-    module.EXPERIMENT.name: module.EXPERIMENT for module in (main_table, ablation, bank_size, speed, gradnorm, simmass, memory)
-}
-MEASURED = {"speed": {"bank"}, "memory": set[str]()}  # experiments that train nothing, and the settings that they have
+RANDOM = "random"  # in place of a model: an encoder of random weights
 SCRATCH = {"vocabulary": 2000, "width": 32, "layers": 1, "seed": 0}
-
-
-@dataclass(frozen=True)
-class Request:
-    """What `contaccum reproduce` is asked for."""
-
-    experiment: str
-    output: Path
-    dataset: str = "harvest"
-    data: Path | None = None
-    scale: str = "small"
-    model: str | None = None  # None: bert-base-uncased; at scale tiny a small one from random weights
-    seeds: tuple[int, ...] = (0,)
-    jobs: int = 1
-    settings: tuple[tuple[str, Any], ...] = ()  # TrainConfig fields that override the scale's
-    only: tuple[str, ...] = ()  # cells whose group has one of these in its name; none: all
-
-    def check(self) -> None:
-        for name, known in (("experiment", EXPERIMENTS), ("dataset", DATASETS), ("scale", SCALES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} {getattr(self, name)!r} is unknown; choose one of {', '.join(known)}")
-        if self.jobs < 0 or not self.seeds:
-            raise ValueError(f"jobs={self.jobs} must be 0 (all in this process) or more, and there must be a seed")
-        self._check_settings()
-
-    def _check_settings(self) -> None:
-        """Nothing that would be left unused, and nothing that leaves the figure empty."""
-        settings, name = dict(self.settings), self.experiment
-        if name in MEASURED:
-            if self.model is not None:
-                raise ValueError(f"--model has no meaning for {name}, which trains nothing; leave it out")
-            if unused := sorted(settings.keys() - MEASURED[name]):
-                raise ValueError(f"--set {unused[0]} has no meaning for {name}, which trains nothing; leave it out")
-        if EXPERIMENTS[name].diagnosed and settings.get("diagnose_every") == 0:
-            raise ValueError(f"--set diagnose_every=0 leaves {name} nothing to show; leave it out")
-        if name == "gradnorm" and settings.get("tied"):
-            raise ValueError("--set tied=true has one tower, and gradnorm shows the ratio of two; leave it out")
-
-    def identity(self) -> dict[str, Any]:
-        """What results in one folder have in common, as JSON keeps it."""
-        shared = {name: getattr(self, name) for name in ("experiment", "dataset", "scale", "model")}
-        data = None if self.data is None else str(self.data.resolve())
-        found: dict[str, Any] = json.loads(json.dumps({**shared, "data": data, "settings": dict(self.settings)}))
-        return found
+LARGER_SCRATCH = {"vocabulary": 8192, "width": 64, "layers": 2, "seed": 0}
 
 
 def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Run what is missing and return the results: {"rows", "table", "failed", "files"}."""
     request.check()
+    with alone_in(request.output):
+        return _reproduced(request, say)
+
+
+def _reproduced(request: Request, say: Callable[[str], None]) -> dict[str, Any]:
     experiment = EXPERIMENTS[request.experiment]
     cells = planned(request)
     folders = {cell.name: request.output / "cells" / cell.name for cell in cells}
     for cell in cells:
         _check_finished(cell, folders[cell.name], dict(request.settings))
-    waiting = [cell for cell in cells if not (folders[cell.name] / "result.json").exists()]
-    if any(cell.kind == "train" for cell in waiting) and not (request.output / "data").exists():
+    waiting = [cell for cell in cells if _result(folders[cell.name]) is None]
+    if any(cell.trains for cell in waiting) and not (request.output / "data").exists():
         check_source(request.dataset, request.data)
-    _claim(request)
+    with gone_if_refused(request.output):
+        _claim(request)
+        remove_parts(request.output)
+        base = _base(request, any(cell.trains for cell in waiting))
     say(f"{experiment.name} ({experiment.paper}): {len(cells)} cells, {len(cells) - len(waiting)} finished before")
     if waiting:
-        base = _base(request, any(cell.kind == "train" for cell in waiting))
         for cell in waiting:
             _write_spec(cell, folders[cell.name], base)
         _run_all([(cell.name, folders[cell.name]) for cell in waiting], request.jobs, say)
@@ -96,7 +59,7 @@ def reproduce(request: Request, say: Callable[[str], None] = print) -> dict[str,
     finished = [(cell, result) for cell, result in results if result is not None]
     failed = [cell.name for cell, result in results if result is None]
     for name in failed:
-        say(f"failed: {name}; the end of {folders[name] / 'cell.log'}:\n{_tail(folders[name] / 'cell.log')}")
+        say(f"failed: {name}; the end of {folders[name] / 'cell.log'}:\n{end_of(folders[name] / 'cell.log', 6)}")
     return {**_write(request, experiment, finished), "failed": failed}
 
 
@@ -110,7 +73,7 @@ def _claim(request: Request) -> None:
             raise ValueError(f"{request.output} was begun with {name}={before.get(name)!r}, not {wanted[name]!r}; use another --output")
         return
     check_output(request.output)
-    if request.output.exists() and any(request.output.iterdir()):
+    if not is_unused(request.output):
         raise ValueError(f"{request.output} is not empty and holds no experiment; use another --output")
     request.output.mkdir(parents=True, exist_ok=True)
     write_json(file, wanted)
@@ -118,26 +81,13 @@ def _claim(request: Request) -> None:
 
 def _check_finished(cell: Cell, folder: Path, settings: dict[str, Any]) -> None:
     """ValueError where a finished cell was computed with other options than are asked for now."""
-    if not (folder / "result.json").exists():
+    if _result(folder) is None:
         return
     before = json.loads((folder / "cell.json").read_text(encoding="utf-8"))["options"]
-    wanted = json.loads(json.dumps({**settings, **cell.options} if cell.kind == "train" else cell.options))
+    wanted = json.loads(json.dumps({**settings, **cell.options} if cell.trains else cell.options))
     for name, value in wanted.items():
         if before.get(name) != value:
             raise ValueError(f"{folder} was computed with {name}={before.get(name)!r}, not {value!r}; use another --output or delete it")
-
-
-def planned(request: Request) -> list[Cell]:
-    scale = SCALES[request.scale]
-    settings = dict(request.settings)
-    bank = settings.get("bank", DATASETS[request.dataset].bank if request.scale == "paper" else scale.bank)
-    if bank == "auto":
-        raise ValueError("--set bank=auto is no bank of the paper's; leave it out for the scale's, or give a number")
-    cells = EXPERIMENTS[request.experiment].cells(scale, bank, DATASETS[request.dataset].form in ("dpr", "msmarco"))
-    chosen = [cell for cell in cells if not request.only or any(word in cell.group for word in request.only)]
-    if not chosen:
-        raise ValueError(f"--only {request.only[0]!r} names no cell; they are {'; '.join(cell.group for cell in cells)}")
-    return with_seeds(chosen, request.seeds)
 
 
 @dataclass(frozen=True)
@@ -146,6 +96,8 @@ class _Base:
 
     data: Ready | None
     options: dict[str, Any]
+    documents: Path | None = None  # to pre-train on
+    fine_tuning: dict[str, Any] = field(default_factory=dict)
 
 
 def _base(request: Request, trains: bool) -> _Base:
@@ -160,25 +112,40 @@ def _base(request: Request, trains: bool) -> _Base:
         options["diagnose_every"] = scale.diagnose_every
     if scale.rows is not None:
         options["limit"] = scale.rows
-    return _Base(data, {**options, **dict(request.settings)})
+    options |= dict(request.settings)
+    if request.experiment != pretrain.EXPERIMENT.name:
+        return _Base(data, options)
+    return _Base(data, options, _documents(data, folder), pretrain.fine_tuning(scale))
+
+
+def _documents(data: Ready, folder: Path) -> Path:
+    from contaccum.data.prepare import prepare
+
+    documents = folder / "documents"
+    if not documents.exists():
+        prepare(data.whole_collection, documents, unsupervised=pretrain.PAIRS)
+    return documents
 
 
 def _model(request: Request, data: Ready, folder: Path, scale: Scale) -> str:
-    if request.model is not None or request.scale != "tiny":
+    if request.model not in (None, RANDOM) or (request.model is None and request.scale != "tiny"):
         return request.model or "bert-base-uncased"
     from contaccum.towers.random_encoder import write_encoder
 
     encoder = folder / "encoder"
-    if not (encoder / "config.json").exists():
-        write_encoder(corpus_texts(data, 500), encoder, max_seq_length=scale.train["max_seq_length"], **SCRATCH)
+    if not encoder.exists():
+        shape = SCRATCH if request.scale == "tiny" else LARGER_SCRATCH
+        with whole_path(encoder) as part:
+            write_encoder(corpus_texts(data, 10 * shape["vocabulary"]), part, max_seq_length=scale.train["max_seq_length"], **shape)
     return str(encoder)
 
 
 def _write_spec(cell: Cell, folder: Path, base: _Base) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    train = cell.kind == "train"
-    options = {**base.options, **cell.options} if train else cell.options
-    spec = {**asdict(cell), "options": options, "data": asdict(base.data) if train and base.data else None}
+    options = {**base.options, **cell.options} if cell.trains else cell.options
+    spec = {**asdict(cell), "options": options, "data": asdict(base.data) if cell.trains and base.data else None}
+    if base.documents is not None:
+        spec |= {"documents": str(base.documents), "fine_tuning": {**base.options, **base.fine_tuning}}
     write_json(folder / "cell.json", spec)
 
 
@@ -191,14 +158,7 @@ def _run_all(cells: Sequence[tuple[str, Path]], jobs: int, say: Callable[[str], 
 
 
 def _result(folder: Path) -> dict[str, Any] | None:
-    file = folder / "result.json"
-    found: dict[str, Any] | None = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-    return found
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return "\n".join(f"    {line}" for line in lines[-6:])
+    return read_object(folder / "result.json")
 
 
 def _write(request: Request, experiment: Experiment, finished: list[tuple[Cell, dict[str, Any]]]) -> dict[str, Any]:

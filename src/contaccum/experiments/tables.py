@@ -10,6 +10,7 @@ from contaccum.experiments.figures import mass_per_passage
 from contaccum.experiments.grid import Cell
 
 ResultRow = dict[str, Any]
+COSTS = ("seconds", "cpu_seconds", "process_peak_bytes")  # of pre-training
 
 
 def rows_of(results: Sequence[tuple[Cell, dict[str, Any]]]) -> list[ResultRow]:
@@ -33,9 +34,14 @@ def _row(group: str, members: list[tuple[Cell, dict[str, Any]]]) -> ResultRow:
         "values": values,
         "mean": {name: statistics.fmean(of_seeds) for name, of_seeds in values.items()},
         "deviation": {name: statistics.stdev(of_seeds) if len(of_seeds) > 1 else 0.0 for name, of_seeds in values.items()},
-        "samples_per_second": statistics.fmean(result["summary"]["samples_per_second"] for result in results),
+        "samples_per_second": _mean_of(results, "samples_per_second"),
+        **({name: _mean_of(results, name) for name in COSTS} if cells[0].kind == "pretrain" else {}),
         "diagnostics": [] if cells[0].evaluated else [result["diagnostics"] for result in results],  # megabytes: only what is drawn
     }
+
+
+def _mean_of(results: Sequence[dict[str, Any]], name: str) -> float:
+    return statistics.fmean(result["summary"][name] for result in results)
 
 
 def table_of(rows: Sequence[ResultRow]) -> list[list[str]]:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import BertConfig
 
 from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
+from contaccum.experiments.grid import SIZES
 from contaccum.towers.dual_encoder import dual_encoder
 from contaccum.towers.random_encoder import write_word_tokenizer
 
 # layers, width, heads: BERT-shaped encoders with random weights
-SIZES = {"tiny": (1, 32, 2), "minilm-l3": (3, 384, 12), "minilm-l6": (6, 384, 12), "bert-base": (12, 768, 12), "bert-large": (24, 1024, 16)}
 VOCABULARY = 30_522
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 FILLING = 512  # tuples at a time into a bank before it is timed
@@ -146,5 +146,5 @@ def tower_config(size: str, tokens: int = 512) -> BertConfig:
 def random_encoder(size: str, tokens: int) -> SentenceTransformer:
     """Two towers of random weights, and a tokenizer that is never used."""
     with tempfile.TemporaryDirectory() as folder:
-        write_word_tokenizer([], Path(folder))
+        write_word_tokenizer(["a"], Path(folder))
         return dual_encoder(tower_config(size, tokens), tokenizer=Path(folder), max_seq_length=tokens)

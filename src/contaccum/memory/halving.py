@@ -74,7 +74,7 @@ class HalvingTrainer(ContAccumTrainer):
         counts = [(callback, callback.counted) for callback in self.callback_handler.callbacks if isinstance(callback, CountsMicroSteps)]
         share = (rows_of(inputs) or rows) / rows
         try:
-            with gradients_apart(self.model), self._divided_by(self.current_gradient_accumulation_steps / share):
+            with gradients_apart(self.model), self.weighing(share):
                 return super().training_step(model, inputs, num_items_in_batch), None
         except torch.OutOfMemoryError as error:
             for bank, arrivals in zip(banks, pending, strict=True):
@@ -83,16 +83,6 @@ class HalvingTrainer(ContAccumTrainer):
             for callback, counted in counts:
                 callback.counted = counted
             return None, error
-
-    @contextmanager
-    def _divided_by(self, steps: float) -> Iterator[None]:
-        """`training_step` divides a loss by the micro-batches of an update; a part of one counts as a part."""
-        before = self.current_gradient_accumulation_steps
-        self.current_gradient_accumulation_steps = steps  # type: ignore[assignment]  # a divisor, nothing else
-        try:
-            yield
-        finally:
-            self.current_gradient_accumulation_steps = before
 
     def _halve(self, rows: int, error: torch.OutOfMemoryError | None) -> int:
         """Rows to go on with."""
@@ -168,11 +158,14 @@ def rows_of(inputs: Inputs) -> int | None:
 
 
 def split(inputs: Inputs, rows: int, size: int) -> list[Inputs]:
-    """The batch in parts of `size` rows, the last perhaps shorter. What is not per row goes into each."""
-    return [
-        {
-            name: value[i : i + size] if isinstance(value, Tensor) and value.dim() and len(value) == rows else value
-            for name, value in inputs.items()
-        }
-        for i in range(0, rows, size)
-    ]
+    """The batch in parts of `size` rows, the last perhaps shorter."""
+    return [part_of(inputs, rows, i, i + size) for i in range(0, rows, size)]
+
+
+def part_of(inputs: Inputs, rows: int, start: int, stop: int) -> Inputs:
+    """These of a batch's rows. What is not per row stays whole."""
+
+    def per_row(value: Any) -> bool:
+        return (isinstance(value, list) or (isinstance(value, Tensor) and value.dim() > 0)) and len(value) == rows
+
+    return {name: value[start:stop] if per_row(value) else value for name, value in inputs.items()}

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from contaccum.common.inputs import read_yaml
 from contaccum.common.sizes import parse_bytes
 from contaccum.core.bank_size import auto_bank
 from contaccum.methods.table import METHODS, get_method
@@ -25,7 +24,18 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "weights_dtype": ("float32", "bfloat16"),
     "quantize": ("4bit", None),
 }
-ABOVE_0 = ("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every", "max_updates", "limit", "adam_eps")
+ABOVE_0 = (
+    "local_tokens",
+    "lr",
+    "epochs",
+    "max_seq_length",
+    "log_every",
+    "keep_checkpoints",
+    "dev_every",
+    "max_updates",
+    "limit",
+    "adam_eps",
+)
 UNLIMITED = ("max_updates", "limit")  # where left out
 NOT_NEGATIVE = (
     *("warmup_updates", "save_every", "max_grad_norm", "weight_decay", "workers", "diagnose_every", "drift_every"),
@@ -71,6 +81,9 @@ class TrainConfig:
     method: str = option(FIRST, "contaccum", "; ".join(f"{name}: {method.summary}" for name, method in METHODS.items()))
     n_total: int = option(FIRST, 128, "samples per update, over all processes")
     n_local: int = option(FIRST, 8, "samples that fit in memory at once, per process; auto: as many as fit in --memory", accepts="auto")
+    local_tokens: int | None = option(
+        MEMORY, None, "cut an update into micro-batches of at most this many tokens, padding included, instead of n_local samples"
+    )
     whole_updates: bool = option(
         MEMORY, False, "encode n_total at once and compute the loss in slices: same gradients, faster, needs that memory"
     )
@@ -136,6 +149,7 @@ class TrainConfig:
     dev_every: int = option(EVALUATION, 100, "updates between two searches")
     dev_metric: str = option(EVALUATION, "MRR@10", "metric that chooses the best model: MRR, NDCG, Recall or Accuracy at 1, 10, 20 or 100")
     dev_passages: int | None = option(EVALUATION, None, "search the relevant passages and this many others instead of all")
+    threads: int | None = option(MEMORY, None, "PyTorch's threads on a CPU; left out: its own choice")
     workers: int | None = option(DATA, None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
     report_to: str = option(SAVING, "none", "also log to tensorboard, wandb, ...")
 
@@ -169,6 +183,9 @@ class TrainConfig:
             if getattr(self, name) not in choices:
                 listed = ", ".join("none" if choice is None else choice for choice in choices)
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {listed}")
+        for name, value in vars(self).items():
+            if isinstance(value, str) and any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in value):
+                raise ValueError(f"{name}={_shown(value)} holds a NUL or half of a surrogate pair, which no text or path can; leave it out")
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, (int, float))}
         for name, value in numbers.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -181,15 +198,31 @@ class TrainConfig:
         for name in NOT_NEGATIVE:
             if numbers.get(name, 0) < 0:
                 raise ValueError(f"{name}={numbers[name]} is negative; use 0 or more")
+        for name, number in numbers.items():
+            if isinstance(number, int) and abs(number) >= 2**63:
+                raise ValueError(f"{name}={_shown(number)} is too large; use one below {2**63}")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
         if self.scale is not None and not self.scale > 0:
             raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
         get_method(self.method)
+        self.check_token_budget()
         self.check_adapters()
         self.check_comparison()
         if self.memory is not None:
             parse_bytes(self.memory)
+
+    def check_token_budget(self) -> None:
+        """ValueError for what cannot be with micro-batches by tokens."""
+        if self.local_tokens is None:
+            return
+        if get_method(self.method).one_batch:
+            raise ValueError(f"local_tokens={self.local_tokens} cuts an update, but {self.method} has one batch; leave it out")
+        if self.n_local == AUTO or self.whole_updates:
+            other = "n_local=auto" if self.n_local == AUTO else "whole_updates"
+            raise ValueError(f"local_tokens={self.local_tokens} and {other} each say what is in memory at once; use one of them")
+        if self.cuda_graphs:
+            raise ValueError("cuda_graphs records every shape of a micro-batch, and by tokens there are too many; leave local_tokens out")
 
     def check_comparison(self) -> None:
         """ValueError for directions or a margin that cannot be."""
@@ -228,21 +261,17 @@ def load_config(file: str | Path | None, overrides: dict[str, Any]) -> TrainConf
     """A YAML of fields, if given, with single ones overridden."""
     values: dict[str, Any] = {}
     if file is not None:
-        try:
-            values = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ValueError(f"{file} cannot be read as YAML: {error}") from error
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} must hold fields and values, as 'lr: 2.0e-5'")
+        values = read_yaml(file, "give a YAML file of options")
     known = {f.name: f for f in fields(TrainConfig)}
     values = {**values, **overrides}
     if unknown := sorted(set(values) - set(known)):
         raise ValueError(f"{file or 'the configuration'} has an unknown field {unknown[0]!r}; known are {', '.join(known)}")
-    return TrainConfig(**{name: _coerce(name, value, str(known[name].type)) for name, value in values.items()})
+    return TrainConfig(**{name: typed(name, value) for name, value in values.items()})
 
 
-def _coerce(name: str, value: Any, kind: str) -> Any:
-    """YAML reads 2e-5 as a text and 40 as a whole number; everything else must have its type."""
+def typed(name: str, value: Any) -> Any:
+    """A field's value. YAML reads 2e-5 as a text and 40 as a whole number; everything else must have its type."""
+    kind = str(TrainConfig.__annotations__[name])
     if value is None and "None" in kind:
         return None
     if name == "drift_correction" and value == "none":
@@ -259,8 +288,13 @@ def _coerce(name: str, value: Any, kind: str) -> Any:
             return float(value)
         if base == "int" and not isinstance(value, bool) and int(value) == float(value):
             return int(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         pass
     if (base == "bool" and isinstance(value, bool)) or (base == "str" and isinstance(value, str)):
         return value
-    raise ValueError(f"{name}={value!r} is not of type {base}" + (", nor auto" if name in ("n_local", "bank") else ""))
+    raise ValueError(f"{name}={_shown(value)} is not of type {base}" + (", nor auto" if name in ("n_local", "bank") else ""))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

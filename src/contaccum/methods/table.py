@@ -35,11 +35,12 @@ class Batches:
     accumulation: int  # such forwards per update
     mini: int | None  # samples whose activations are alive at once, under GradCache
     slice: int | None = None  # samples per micro-loss, where a forward holds several
+    by_tokens: bool = False  # cut further as the texts' lengths allow (`contaccum.memory.token_budget`)
 
     @property
     def micro_batch(self) -> int:
-        """Samples of this process in one loss."""
-        return self.slice or self.per_process
+        """Samples of this process in one loss, at least."""
+        return 1 if self.by_tokens else self.slice or self.per_process
 
 
 def get_method(name: str) -> Method:
@@ -48,10 +49,13 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-def split_update(method: Method, n_total: int, n_local: int, processes: int = 1, whole_updates: bool = False) -> Batches:
+def split_update(
+    method: Method, n_total: int, n_local: int, processes: int = 1, whole_updates: bool = False, by_tokens: bool = False
+) -> Batches:
     """How `processes` processes, each with room for `n_local` samples, share an update of `n_total`.
 
-    With `whole_updates` each has room for all of its share: one forward, from which the same gradients are computed.
+    With `whole_updates` each has room for all of its share: one forward, from which the same gradients are computed. `by_tokens`: each
+    gets its share, to cut it by the texts' lengths.
     """
     if n_total < 1 or n_local < 1:
         raise ValueError(f"n_total={n_total} and n_local={n_local} must be at least 1")
@@ -60,6 +64,8 @@ def split_update(method: Method, n_total: int, n_local: int, processes: int = 1,
     share = n_total // processes
     if method.one_batch:
         return Batches(share, 1, None)
+    if by_tokens:
+        return Batches(share, 1, n_local) if method.cached else Batches(share, 1, None, by_tokens=True)
     if share % n_local:
         of = f"n_total={n_total}" + (f" over {processes} processes" if processes > 1 else "")
         fits = next(n for n in range(min(n_local, share), 0, -1) if share % n == 0)

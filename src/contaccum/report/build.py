@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from pathlib import Path
@@ -91,7 +92,7 @@ def as_text(summary: Summary, answer: Answer | None = None) -> str:
 def _check(folders: Sequence[Path], outputs: Mapping[str, str | Path | None]) -> None:
     if not folders:
         raise ValueError("no run was given; give folders that contaccum train wrote")
-    resolved = [folder.resolve() for folder in folders]
+    resolved = [os.path.realpath(folder) for folder in folders]
     if twice := next((folder for place, folder in enumerate(folders) if resolved[place] in resolved[:place]), None):
         raise ValueError(f"{twice} was given twice; give each run once")
     taken: list[str | Path | None] = [folder / name for folder in folders for name in RUN_FILES]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import DataError
+from contaccum.common.inputs import readable
 from contaccum.common.outputs import write_text
 from contaccum.report.folders import Run, read_run_folder
 from contaccum.report.numbers import duration, percent
@@ -35,9 +36,12 @@ def push(run: str | Path, name: str, *, private: bool = False, dry_run: bool = F
     if not dry_run:
         from huggingface_hub import HfApi
 
-        api = HfApi()
-        api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=model, commit_message="Model and card")
+        with readable(
+            f"the model cannot be put on the hub as {name}", "check the name, the connection and hf auth login; its card is written"
+        ):
+            api = HfApi()
+            api.create_repo(name, private=private, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=model, commit_message="Model and card")
     return {"model": str(model), "card": str(card), "name": name, "uploaded": not dry_run}
 
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from contaccum.report import plots
+from contaccum.report.folders import MEMORY
 from contaccum.report.numbers import duration, percent, size
 from contaccum.report.plots import Bar, Point
-from contaccum.report.rows import MEMORY, ConfigRow, Spread, memory_measure
+from contaccum.report.rows import ConfigRow, Spread, memory_measure
 from contaccum.report.series import (
     POINTS,
     Series,

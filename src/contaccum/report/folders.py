@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from contaccum.common.errors import DataError
+from contaccum.common.inputs import read_object, read_yaml, readable
 from contaccum.data.readers.files import read_lines, shown
-from contaccum.methods.config import TrainConfig
+from contaccum.methods.config import TrainConfig, typed
 
 Line = dict[str, Any]
+# Peaks by what measured them: the CUDA allocator, the operating system, the bank's own count. Never mixed in one table or plot.
+MEMORY = {"peak_bytes": "peak memory on the GPU", "process_peak_bytes": "peak memory of the process", "bank_bytes": "memory of the bank"}
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,10 @@ def read_run_folder(folder: str | Path) -> Run:
         folder=folder,
         config=_config(folder / "config.yaml"),
         log=_log(folder / "log.jsonl"),
-        summary=_object(folder / "summary.json") or {},
+        summary=_summary(folder / "summary.json"),
         provenance=_object(folder / "run.json") or {},
         diagnostics=list(_lines(folder / "diagnostics.jsonl")),
-        dev=list(_lines(folder / "dev.jsonl")),
+        dev=_dev(folder / "dev.jsonl"),
         evaluation=_evaluation(folder / "evaluation.json"),
     )
 
@@ -96,22 +97,36 @@ def number(value: Any) -> float | None:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}; is this the config.yaml of a run?") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path} must hold fields and values, as 'lr: 2.0e-5'; is this the config.yaml of a run?")
-    return {**asdict(TrainConfig()), **values}
+    values = read_yaml(path, "is this the config.yaml of a run?")
+    known = asdict(TrainConfig())
+    with readable(f"{path} is no configuration of a run", "give a folder that contaccum train wrote"):
+        return {**known, **{name: typed(name, value) if name in known else value for name, value in values.items()}}
 
 
 def _log(path: Path) -> list[Line]:
-    lines = []
+    """Lines of rising updates; a loss is a number, perhaps NaN, which JSON has as null."""
+    lines: list[Line] = []
     for line in _lines(path):
-        if number(line.get("update")) is None or "loss" not in line:
-            raise DataError(f"{path} holds a line without 'update' and 'loss', {shown(line)}; is this the log of a run?")
-        loss = line["loss"]
-        lines.append({**line, "loss": float(loss) if isinstance(loss, (int, float)) else math.nan})
+        update, loss = line.get("update"), line.get("loss", "")
+        if not _is_count(update) or isinstance(loss, bool) or not (loss is None or isinstance(loss, (int, float))):
+            raise DataError(
+                f"{path} holds a line without an 'update' and a 'loss' that are numbers, {shown(line)}; is this the log of a run?"
+            )
+        if lines and update <= lines[-1]["update"]:
+            raise DataError(f"{path} holds update {update} behind update {lines[-1]['update']}; is this the log of one run?")
+        lines.append({**line, "loss": math.nan if loss is None else float(loss)})
+    return lines
+
+
+def _is_count(value: Any) -> bool:
+    return number(value) is not None and value >= 0 and value == int(value)
+
+
+def _dev(path: Path) -> list[Line]:
+    lines = list(_lines(path))
+    for line in lines:
+        if not _is_count(line.get("update")) or not _all_shares({name: value for name, value in line.items() if name != "update"}):
+            raise DataError(f"{path} holds {shown(line)}; an 'update' and metrics between 0 and 1 are needed; remove that line")
     return lines
 
 
@@ -123,7 +138,7 @@ def _lines(path: Path) -> Iterator[Line]:
             raise waiting
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             line = None
         if isinstance(line, dict):
             yield line
@@ -135,13 +150,16 @@ def _object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None where there is no file."""
     if not path.is_file():
         return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}; write it again or remove it") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path} must hold a JSON object, not {shown(value)}; write it again or remove it")
-    return value
+    return read_object(path, "write it again or remove it")
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    summary = _object(path) or {}
+    for name in ("updates", "seconds", "samples_per_second", "cpu_seconds", "threads", *MEMORY):
+        value = summary.get(name)
+        if value is not None and (number(value) is None or value < 0):
+            raise DataError(f"{path} holds {name}={shown(value)}, which is no amount; write it again or remove it")
+    return summary
 
 
 def _evaluation(path: Path) -> Evaluation | None:
@@ -149,12 +167,13 @@ def _evaluation(path: Path) -> Evaluation | None:
     if stored is None:
         return None
     metrics, per_query, sources = stored.get("metrics"), stored.get("per_query") or {}, stored.get("sources") or {}
-    if not metrics or not _all_numbers(metrics):
-        raise DataError(f"{path} holds no numbers under 'metrics'; write it with contaccum evaluate RUNFILE --output {path}")
-    if not isinstance(per_query, dict) or not all(_all_numbers(values) for values in per_query.values()):
-        raise DataError(f"{path} holds no numbers per query under 'per_query'; write it with contaccum evaluate RUNFILE --output {path}")
+    remedy = f"write it with contaccum evaluate RUNFILE --output {path}"
+    if not metrics or not _all_shares(metrics):
+        raise DataError(f"{path} holds no numbers between 0 and 1 under 'metrics' but {shown(metrics)}; {remedy}")
+    if not isinstance(per_query, dict) or not all(_all_shares(values) for values in per_query.values()):
+        raise DataError(f"{path} holds no numbers between 0 and 1 per query under 'per_query'; {remedy}")
     return Evaluation(metrics, per_query, sources if isinstance(sources, dict) else {})
 
 
-def _all_numbers(values: Any) -> bool:
-    return isinstance(values, dict) and all(number(value) is not None for value in values.values())
+def _all_shares(values: Any) -> bool:
+    return isinstance(values, dict) and all((share := number(value)) is not None and 0 <= share <= 1 for value in values.values())

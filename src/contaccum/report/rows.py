@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from contaccum.report.folders import Evaluation, Run, number
+from contaccum.report.folders import MEMORY, Evaluation, Run, number
 
 REPEATED = ("seed", "output")  # fields in which the runs of one row may differ
 LONGEST_NAME = 48
-# Peaks by what measured them: the CUDA allocator, the operating system, the bank's own count. Never mixed in one table or plot.
-MEMORY = {"peak_bytes": "peak memory on the GPU", "process_peak_bytes": "peak memory of the process", "bank_bytes": "memory of the bank"}
 
 
 class Spread(NamedTuple):

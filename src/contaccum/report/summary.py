@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from contaccum.report.rows import ConfigRow, differences, updates_with_odd_loss
@@ -107,7 +107,7 @@ def _headline(rows: Sequence[ConfigRow], metrics: Sequence[str], asked: str | No
 def find_row(asked: str, rows: Sequence[ConfigRow]) -> ConfigRow:
     """The row of this name, or the one that holds the run of this folder."""
     for row in rows:
-        if asked == row.name or any(Path(asked).resolve() == run.folder.resolve() for run in row.runs):
+        if asked == row.name or any(os.path.realpath(asked) == os.path.realpath(run.folder) for run in row.runs):
             return row
     raise ValueError(f"{asked!r} is none of the runs; choose one of {', '.join(row.name for row in rows)}, or a run's folder")
 

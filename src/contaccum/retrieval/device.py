@@ -9,6 +9,7 @@ def check_device(device: str | None) -> None:
     if device is None:
         return
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}; use cpu, or leave it out") from error
+        torch.zeros(1, device=device).item()  # "meta" has no values to read
+    except (RuntimeError, AssertionError, ValueError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"device {device!r} cannot be used: {why}; use cpu, or leave it out") from error

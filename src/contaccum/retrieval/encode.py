@@ -12,8 +12,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import count, islice
+from itertools import count as numbers
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_output, write_json
+from contaccum.common.lock import LOCK, alone_in
+from contaccum.common.outputs import check_output, is_unused, remove_parts, write_json
 from contaccum.common.provenance import provenance
-from contaccum.data.readers.collections import count_lines, encoded_texts
+from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.readers.queries import read_queries
 from contaccum.retrieval.shards import (
     DTYPES,
     MANIFEST,
+    check_id,
     forget_entry,
-    id_array,
     read_entry,
     read_entry_unchecked,
     read_manifest,
@@ -88,21 +91,24 @@ def encode(
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
     check_output(output)
     source = _Source(texts, queries, split)
+    count = source.checked()
     loaded = model_on_device(model, device, max_seq_length)
     encoder = make_encoder(loaded, "query" if queries else "document", tokens_per_batch, precision)
     description = _description(loaded, encoder, model, source, dtype, shard_size)
-    _open_output(output, description)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     total, number, encoded, busy = 0, -1, 0, 0.0
     shown = progress and rank == 0
-    about = -(-source.about() // world) if shown else None
-    with tqdm(total=about, desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar:
+    with (
+        alone_in(output, name=f"{LOCK}-{rank}"),
+        _opened(output, description, world),
+        tqdm(total=-(-count // world), desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar,
+    ):
         for number, size, shard in _shards(iter(source), shard_size, rank, world):
             total, begun = total + size, time.monotonic()
             if shard and _encode_shard(encoder, shard, output, number, dtype, bar.update):
                 encoded, busy = encoded + len(shard), busy + time.monotonic() - begun
-    shards = number + 1
-    complete = _finish(output, shards, total)
+        shards = number + 1
+        complete = _finish(output, shards, total)
     return {
         "texts": total,
         "encoded": encoded,
@@ -127,7 +133,7 @@ def make_encoder(model: Any, task: str, tokens_per_batch: int | None, precision:
 
 def _shards(stream: Iterator[IdAndText], size: int, rank: int, world: int) -> Iterator[tuple[int, int, list[IdAndText]]]:
     """Step 1: (number, count, texts) of every shard; the texts of other processes' shards are counted, but not held."""
-    for number in count():
+    for number in numbers():
         part = islice(stream, size)
         texts = list(part) if number % world == rank else []
         if not (found := len(texts) or sum(1 for _ in part)):
@@ -141,15 +147,17 @@ class _Source:
     def __init__(self, path: str | Path, queries: bool, split: str | None) -> None:
         self.path, self.split = path, split
         self.queries = [(query.id, query.text) for query in read_queries(path, split)] if queries else None
-        if self.queries is None:
-            next(self.__iter__())  # a file that cannot be used is refused before the model is loaded
 
     def __iter__(self) -> Iterator[IdAndText]:
         return iter(self.queries) if self.queries is not None else encoded_texts(self.path)
 
-    def about(self) -> int:
-        """Number of texts, or close to it."""
-        return len(self.queries) if self.queries is not None else count_lines(self.path)
+    def checked(self) -> int:
+        """How many there are, read to the end: what cannot be used is refused before hours are spent on what stands before it."""
+        count = 0
+        for key, _ in self:
+            check_id(key)
+            count += 1
+        return count
 
 
 def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: int, dtype: str, advance: Callable[[int], object]) -> bool:
@@ -164,7 +172,6 @@ def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: in
         advance(len(shard))
         return False
     forget_entry(output, number)
-    id_array(ids)  # an id that cannot be stored is refused before its shard is encoded
     windows = (texts[begin : begin + WINDOW] for begin in range(0, len(texts), WINDOW))
     parts = [stored(encoder.vectors(batches, advance), dtype) for batches in ahead(encoder.batches(window) for window in windows)]
     write_shard(output, number, np.concatenate(parts), ids, checksum)
@@ -211,15 +218,29 @@ def _description(model: Any, encoder: Any, name: Any, source: _Source, dtype: st
     }
 
 
+@contextmanager
+def _opened(output: Path, description: dict[str, Any], world: int) -> Iterator[None]:
+    """The folder, begun or gone on with. Where encoding fails before a shard is whole, nothing is left in it."""
+    if world == 1:
+        remove_parts(output)
+    new = not (output / MANIFEST).exists()
+    _open_output(output, description)
+    try:
+        yield
+    except Exception:
+        if new and world == 1 and read_entry_unchecked(output, 0) is None:
+            (output / MANIFEST).unlink()
+        raise
+
+
 def _open_output(output: Path, description: dict[str, Any]) -> None:
     """Start a folder, or go on with one that the same model and settings began."""
-    output.mkdir(parents=True, exist_ok=True)
     if (output / MANIFEST).exists():
         known = read_manifest(output)
         if wrong := [name for name in MUST_MATCH if known.get(name) != description[name]]:
             origin = f"{wrong[0]}={known.get(wrong[0])!r}, not {description[wrong[0]]!r}"
             raise DataError(f"{output} was begun with {origin}; give what it was begun with, or another output")
-    elif any(file.name != MANIFEST and file.suffix != ".part" for file in output.iterdir()):  # another process may just have written it
+    elif not is_unused(output, first=MANIFEST):  # which another process may just have written
         raise DataError(f"{output} holds files but no {MANIFEST}; choose another output")
     else:
         write_json(output / MANIFEST, description)

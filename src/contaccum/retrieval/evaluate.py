@@ -8,11 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from contaccum.data.readers.beir import is_beir
+from contaccum.common.outputs import remove_empty
+from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
 from contaccum.retrieval.encode import encode
 from contaccum.retrieval.metrics import DEFAULT
-from contaccum.retrieval.run_metrics import TOP, evaluate_run
+from contaccum.retrieval.run_metrics import TOP, check_judging, evaluate_run
+from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.search import search
+from contaccum.retrieval.shards import MANIFEST
 
 
 def evaluate(
@@ -72,6 +75,11 @@ def evaluate(
         raise ValueError(f"{data} is no BEIR folder, which would have queries of its own; give --queries")
     split = split or ("test" if Path(queries).is_dir() else None)
     by |= {"queries": queries} if qrels is None else {"qrels": qrels}
+    if qrels is not None:
+        read_qrels(qrels_file(Path(qrels), split))  # whatever is wrong is reported before hours of encoding
+    if compare is not None:
+        read_run(compare)
+    check_judging(metrics, top, match)
     with TemporaryDirectory(prefix="contaccum-") as scratch:
         folder = Path(scratch) if output is None else Path(output)
         _rank(model, test_set, queries, split, folder, k, dtype, {"device": device, "progress": progress})
@@ -91,10 +99,15 @@ def _test_set(data: Path) -> Path:
 def _rank(model: Any, collection: Path, queries: str | Path, split: str | None, folder: Path, k: int, dtype: str, where: Any) -> None:
     """folder/test.trec; the vectors go."""
     vectors = folder / "vectors"
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    for left in vectors.iterdir() if vectors.exists() else ():
+        if not (left / MANIFEST).exists():  # of a process that was killed while it removed them
+            shutil.rmtree(left)
     try:
-        encode(model, collection, vectors / "passages", dtype=dtype, **where)
         encode(model, queries, vectors / "queries", queries=True, split=split, dtype=dtype, **where)
+        encode(model, collection, vectors / "passages", dtype=dtype, **where)
         found = folder / "test.trec"
         search(vectors / "passages", vectors / "queries", found, k=k, verify=False, **where)  # files that were written just now
     finally:
         shutil.rmtree(vectors, ignore_errors=True)
+        remove_empty(made)

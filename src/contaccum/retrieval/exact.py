@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contaccum.common.errors import DataError
 from contaccum.retrieval.batches import ahead
 from contaccum.retrieval.device import check_device
 from contaccum.retrieval.shards import Vectors
@@ -116,6 +117,8 @@ def _search_block(kinds: Sequence[Products], block: Tensor, start: int, best: To
     """Steps 1 to 3 for one block, queries in blocks too."""
     converted, queries = [products.convert(block) for products in kinds], kinds[0].queries
     longest, by_id = 1.01 * _longest(converted[-1]), None
+    if not math.isfinite(longest):  # as that of one such vector is
+        check_finite(block, start)
     size = max(1, of_device(SCORES_AT_ONCE, block.device) // len(block))
     for begin in range(0, len(queries), size):
         floors = torch.from_numpy(best.floors(begin, begin + size)).to(block.device)
@@ -132,6 +135,13 @@ def _search_block(kinds: Sequence[Products], block: Tensor, start: int, best: To
             by_id = _by_id(best, start, block) if by_id is None else by_id
             rows, columns, scores = _best_of_all(queries[begin : begin + size], block, by_id, best.k)
         best.add(rows.cpu().numpy() + begin, scores.cpu().numpy(), columns.cpu().numpy() + start)
+
+
+def check_finite(vectors: Tensor, start: int, what: str = "passage") -> None:
+    """DataError where one of these vectors, which begin with row `start`, is NaN or infinite: it has no place in any order."""
+    odd = (~torch.isfinite(vectors)).any(1).nonzero()
+    if len(odd):
+        raise DataError(f"the vector of {what} {start + int(odd[0, 0]):,} (from 0) is not finite; encode with a model that is whole")
 
 
 def _longest(block: Tensor) -> float:

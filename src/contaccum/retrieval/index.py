@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
 from contaccum.common.outputs import whole_path
 from contaccum.retrieval.batches import ahead
+from contaccum.retrieval.exact import check_finite
 from contaccum.retrieval.shards import Vectors
 
 BLOCK_ROWS = 65_536
@@ -48,7 +50,8 @@ def _build(vectors: Vectors, factory: str, advance: Callable[[int], object]) -> 
         index = faiss.index_factory(vectors.dim, factory, faiss.METRIC_INNER_PRODUCT)
         if not index.is_trained:
             index.train(_sample(vectors, TRAINING_ROWS))
-        for _, block in ahead(vectors.blocks(BLOCK_ROWS)):
+        for start, block in ahead(vectors.blocks(BLOCK_ROWS)):
+            check_finite(torch.from_numpy(block), start)
             index.add(block.astype(np.float32))
             advance(len(block))
     except RuntimeError as error:

@@ -52,6 +52,12 @@ def judged_metrics(run: Run, qrels: Mapping[str, Mapping[str, int]], names: Sequ
     return {m.shown: {query: m.value(found[query]) if query in found else 0.0 for query in qrels} for m in measures}
 
 
+def check_metrics(names: Sequence[str]) -> None:
+    """ValueError for one that is unknown."""
+    for name in names:
+        _parse(name)
+
+
 def _parse(name: str) -> Measure:
     match = re.fullmatch(r"([a-z]+)(?:@([1-9]\d{0,8}))?", name.strip().lower())
     shown, cut, whole = MEASURES.get(match[1], ("", None, None)) if match else ("", None, None)

@@ -13,7 +13,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Module, Transformer
 
 from contaccum.retrieval.device import check_device
-from contaccum.towers.loading import load_model
+from contaccum.towers.loading import check_length, load_model
 
 
 def model_on_device(model: Any, device: str | None = None, max_seq_length: int | None = None) -> SentenceTransformer:
@@ -35,9 +35,7 @@ def _limit(model: SentenceTransformer, tokens: int) -> None:
     """Texts of every tower are cut after so many tokens."""
     for module in model.modules():
         if isinstance(module, Transformer):
-            positions = getattr(module.config, "max_position_embeddings", tokens)
-            if tokens > positions:
-                raise ValueError(f"max_seq_length={tokens} is more than the model's {positions} positions; use a smaller one")
+            check_length(module, tokens)
             module.max_seq_length = tokens
 
 

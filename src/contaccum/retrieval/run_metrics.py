@@ -14,7 +14,7 @@ from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.files import bare_suffix, shown
 from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.compare import paired_comparison
-from contaccum.retrieval.metrics import DEFAULT, PerQuery, judged_metrics
+from contaccum.retrieval.metrics import DEFAULT, PerQuery, check_metrics, judged_metrics
 from contaccum.retrieval.runs import Run, read_dpr_results, read_run, tokens_of
 
 TOP = (1, 5, 20, 100)
@@ -42,8 +42,7 @@ def evaluate_run(
     among their first k passages. With `qrels`, queries without answers are no mistake.
     The options are those of `evaluate`.
     """
-    if not top or min(top) < 1:
-        raise ValueError(f"top={list(top)} must be numbers of passages, 1 or more")
+    check_judging(metrics, top, match)
     check_file(output, (run, qrels, queries, collection, compare))
 
     def judge(path: str | Path) -> PerQuery:
@@ -66,6 +65,16 @@ def evaluate_run(
     if output is not None:
         write_json(output, result)
     return result
+
+
+def check_judging(metrics: Sequence[str], top: Sequence[int], match: str) -> None:
+    """ValueError for options that cannot be, before anything is read or encoded."""
+    from contaccum.data.answers import check_match
+
+    if not top or min(top) < 1:
+        raise ValueError(f"top={list(top)} must be numbers of passages, 1 or more")
+    check_metrics(metrics)
+    check_match(match)
 
 
 def _judge(

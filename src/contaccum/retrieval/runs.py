@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TextIO
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import whole_file
+from contaccum.common.outputs import scratch_for, whole_file
 from contaccum.data.readers.collections import read_collection_of
-from contaccum.data.readers.files import bare_suffix, read_lines, shown
+from contaccum.data.readers.files import ID_FIELDS, bare_suffix, first_text, read_lines, shown, text_field, text_list
+from contaccum.data.readers.ids import SeenIds
 from contaccum.data.readers.json_array import read_array
 from contaccum.data.readers.queries import Query
 from contaccum.data.readers.store import TextStore
@@ -69,35 +69,45 @@ def _trec_run(path: Path) -> Run:
         fields = line.split()
         if not fields:
             continue
-        try:
-            query, _, key, rank, score, _ = fields
-            known, place = ranked.setdefault(query, {}), (int(rank), _score(score))
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: 'query Q0 passage rank score tag' is needed, not {shown(line.strip())}") from error
+        place = f"{path}, line {number}"
+        if len(fields) != 6 or not fields[3].isascii() or not fields[3].removeprefix("-").isdigit() or len(fields[3]) > 18:
+            raise DataError(f"{place}: 'query Q0 passage rank score tag' is needed, not {shown(line.strip())}")
+        query, _, key, rank, score, _ = fields
+        known = ranked.setdefault(query, {})
         if key in known:
-            raise DataError(f"{path}, line {number}: the passage {shown(key)} appears a second time under query {shown(query)}")
-        known[key] = place
+            raise DataError(f"{place}: the passage {shown(key)} appears a second time under query {shown(query)}")
+        known[key] = int(rank), _score(score, place)
     return {
         query: [Hit(key, score) for key, (_, score) in sorted(hits.items(), key=lambda hit: hit[1][0])] for query, hits in ranked.items()
     }
 
 
-def _score(score: Any) -> float:
-    number = float(score)
+def _score(score: Any, place: str) -> float:
+    """Infinite ones are scores: a passage before or behind all others."""
+    try:
+        number = math.nan if isinstance(score, bool) else float(score)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
     if math.isnan(number):
-        raise ValueError(f"{score} is no score")
+        raise DataError(f"{place}: {shown(score)} is no score")
     return number
 
 
 def read_dpr_results(path: Path) -> Iterator[tuple[Query, list[Hit], list[str]]]:
     """(query with its answers, hits, the hits' texts) for every record of DPR's retriever output."""
+    seen = SeenIds()
     for number, (place, record) in enumerate(read_array(path)):
-        try:
-            query = Query(str(record.get("id", number)), str(record["question"]), [str(answer) for answer in record.get("answers", [])])
-            passages = record["ctxs"]
-            yield query, [Hit(str(p["id"]), _score(p["score"])) for p in passages], [str(p["text"]) for p in passages]
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{place}: no record of DPR's retriever output ({error!r}); give 'question', 'answers', 'ctxs'") from error
+        key = first_text(record, ID_FIELDS, place) if "id" in record else str(number)
+        if not seen.add(key):
+            raise DataError(f"{place}: the query id {shown(key)} appears a second time")
+        query = Query(key, text_field(record, "question", place), text_list(record, "answers", place))
+        passages = record.get("ctxs")
+        if not isinstance(passages, list) or not all(isinstance(passage, dict) for passage in passages):
+            raise DataError(f"{place}: no record of DPR's retriever output; give 'question', 'answers' and a list of 'ctxs'")
+        hits = [Hit(first_text(passage, ID_FIELDS, place), _score(passage.get("score"), place)) for passage in passages]
+        if len({hit.id for hit in hits}) < len(hits):
+            raise DataError(f"{place}: a passage appears a second time")
+        yield query, hits, [text_field(passage, "text", place) for passage in passages]
 
 
 def write_dpr_results(path: str | Path, run: Run, queries: Iterable[Query], collection: str | Path, match: str = "string") -> None:
@@ -110,11 +120,10 @@ def write_dpr_results(path: str | Path, run: Run, queries: Iterable[Query], coll
         raise DataError(f"the query {shown(missing)} of the run is not among the queries that were given; do they belong together?")
     wanted = {hit.id for hits in run.values() for hit in hits}
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     entries = ((key, json.dumps([title, text])) for key, title, text in read_collection_of(collection) if key in wanted)
     with (
-        TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch,
-        TextStore(Path(scratch) / "texts.sqlite", entries) as texts,
+        scratch_for(path) as scratch,
+        TextStore(scratch / "texts.sqlite", entries) as texts,
         whole_file(path) as file,
     ):
         for number, (key, hits) in enumerate(run.items()):

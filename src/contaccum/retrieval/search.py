@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_file, whole_file
+from contaccum.common.outputs import check_file, whole_path
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.runs import TAG, Hit, Run, read_run, write_dpr_results, write_run
@@ -56,7 +56,10 @@ def search(
         match: answers are string or regex (CuratedTREC)
         verify: compare the vectors with their checksums
     """
+    import torch
     from tqdm import tqdm
+
+    from contaccum.retrieval.exact import check_finite
 
     started = time.monotonic()
     _check(k, index, index_parameters, json_output)
@@ -68,15 +71,17 @@ def search(
     tag = f"{TAG}{passages.manifest.get('max_seq_length')}"
     with (
         tqdm(total=total, desc="searching", unit=" vectors", disable=hidden, dynamic_ncols=True) as bar,
-        whole_file(output) as file,
+        whole_path(output) as part,
     ):
         find = _finder(passages, k, device, index, index_parameters, bar.update)
-        for start, block in asked.blocks(QUERIES_AT_ONCE):
-            ids = asked.ids_at(np.arange(start, start + len(block)))
-            write_run(file, _as_run(passages, ids, *find(block)), tag)
-    seconds = time.monotonic() - started
-    if json_output is not None and texts is not None:
-        write_dpr_results(json_output, read_run(output), *texts, match)
+        with open(part, "w", encoding="utf-8") as file:
+            for start, block in asked.blocks(QUERIES_AT_ONCE):
+                check_finite(torch.from_numpy(block), start, "query")
+                ids = asked.ids_at(np.arange(start, start + len(block)))
+                write_run(file, _as_run(passages, ids, *find(block)), tag)
+        seconds = time.monotonic() - started
+        if json_output is not None and texts is not None:
+            write_dpr_results(json_output, read_run(part), *texts, match)  # both appear, or none
     return {
         "queries": len(asked),
         "passages": len(passages),
@@ -94,9 +99,17 @@ def _texts_of(
     from contaccum.data.answers import check_match
 
     check_match(match)
-    collection = collection or passages.manifest["source"]
+    collection = collection or _source(passages, "--collection")
     next(read_collection_of(collection))
-    return read_queries(query_texts or asked.manifest["source"], split or asked.manifest.get("split")), collection
+    return read_queries(query_texts or _source(asked, "--query-texts"), split or asked.manifest.get("split")), collection
+
+
+def _source(vectors: Vectors, option: str) -> str:
+    """What was encoded."""
+    source = vectors.manifest.get("source")
+    if not isinstance(source, str):
+        raise DataError(f"{vectors.folder} does not say what was encoded; give {option}")
+    return source
 
 
 def _check_outputs(passages: Vectors, asked: Vectors, output: str | Path, json_output: str | Path | None) -> None:

@@ -22,11 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
+from contaccum.common.inputs import read_object, readable, reason_of
 from contaccum.common.outputs import whole_path, write_json
 
 DTYPES = ("float16", "float32")
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 2**22
+AGAIN = "encode again into another folder"
 
 Array = NDArray[Any]
 
@@ -54,7 +56,8 @@ def write_array(path: Path, array: Array) -> str:
     """Write an array whole, on the disk when this returns, and return its file's SHA-256."""
     with whole_path(path) as part:
         with open(part, "wb") as file:
-            np.save(file, array)
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+            file.write(np.ascontiguousarray(array).data)  # np.save would not say that the disk is full
             file.flush()
             os.fsync(file.fileno())
         return sha256_of(part)
@@ -80,9 +83,14 @@ def write_shard(folder: Path, number: int, vectors: Array, ids: Sequence[str], t
 
 def id_array(ids: Sequence[str]) -> Array:
     """Ids as fixed-width UTF-8 bytes, which can be memory-mapped; their order is that of the texts' code points."""
-    if (wrong := next((key for key in ids if not key or "\0" in key), None)) is not None:
-        raise DataError(f"the id {wrong!r} is empty or holds a NUL character and cannot be stored; rename it")
+    for key in ids:
+        check_id(key)
     return np.array([key.encode() for key in ids])
+
+
+def check_id(key: str) -> None:
+    if not key or "\0" in key:
+        raise DataError(f"the id {key!r} is empty or holds a NUL character and cannot be stored; rename it")
 
 
 def read_entry(folder: Path, number: int) -> ShardEntry | None:
@@ -117,13 +125,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST
     if not file.exists():
         raise DataError(f"{folder} has no {MANIFEST}: it holds no encoded vectors; run contaccum encode")
-    try:
-        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file} is no JSON ({error}); encode again into another folder") from error
-    if not isinstance(manifest, dict):
-        raise DataError(f"{file} is no manifest of encoded vectors; encode again into another folder")
-    return manifest
+    return read_object(file, AGAIN)
+
+
+def _entry(stored: dict[str, Any]) -> ShardEntry:
+    entry = ShardEntry(**stored)
+    _count(entry.count)
+    if not all(isinstance(checksum, str) for checksum in (entry.vectors_sha256, entry.ids_sha256, entry.texts_sha256)):
+        raise ValueError(f"shard {entry.number} has no checksums")
+    return entry
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**40:
+        raise ValueError(f"{value!r} where a count is needed")
+    return value
 
 
 class Vectors:
@@ -137,11 +153,11 @@ class Vectors:
         self.manifest = read_manifest(self.folder)
         if not self.manifest.get("complete"):
             raise DataError(f"{self.folder} is not whole yet; run its contaccum encode again, which goes on where it stopped")
-        try:
-            self.shards = [ShardEntry(**entry) for entry in self.manifest["shards"]]
-            self.dim, self.dtype = int(self.manifest["dim"]), np.dtype(self.manifest["dtype"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{self.folder / MANIFEST} is damaged ({error!r}); encode again into another folder") from error
+        with readable(f"{self.folder / MANIFEST} is damaged", AGAIN):
+            self.shards = [_entry(stored) for stored in self.manifest["shards"]]
+            self.dim, self.dtype = _count(self.manifest["dim"]), np.dtype(DTYPES[DTYPES.index(self.manifest["dtype"])])
+            if [shard.number for shard in self.shards] != list(range(len(self.shards))) or not self.shards:
+                raise ValueError("its shards are not numbered from 0")
         self.starts = np.cumsum([0, *(shard.count for shard in self.shards)])  # of each shard's first row; the last is the count
         self._ids = [self._open_ids(shard) for shard in self.shards]
         self._id_width = max(ids.dtype.itemsize for ids in self._ids)
@@ -190,28 +206,31 @@ class Vectors:
 
     def _first_byte(self, path: Path, shape: tuple[int, int]) -> int:
         """Of the vectors, behind the header, in a file of this shape."""
-        try:
-            mapped = np.load(path, mmap_mode="r")
-        except OSError as error:
-            raise self._unreadable(path, error) from error
-        except (EOFError, ValueError) as error:  # cut off
-            raise self._changed(path) from error
+        mapped = self._mapped(path)
         if (mapped.shape, mapped.dtype) != (shape, self.dtype) or np.isfortran(mapped):
             raise self._changed(path)
         return int(mapped.offset)
 
-    def _open_ids(self, shard: ShardEntry) -> Array:
-        path = self.folder / shard.ids_name
+    def _mapped(self, path: Path) -> np.memmap[Any, Any]:
         try:
-            if self.verify and sha256_of(path) != shard.ids_sha256:
-                raise self._changed(path)
-            ids: Array = np.load(path, mmap_mode="r")
+            mapped = np.load(path, mmap_mode="r")
         except OSError as error:
             raise self._unreadable(path, error) from error
+        except Exception as error:  # cut off, or its header damaged
+            raise self._changed(path) from error
+        if not isinstance(mapped, np.memmap):
+            raise self._changed(path)
+        return mapped
+
+    def _open_ids(self, shard: ShardEntry) -> Array:
+        path = self.folder / shard.ids_name
+        ids = self._mapped(path)
+        if (self.verify and sha256_of(path) != shard.ids_sha256) or ids.shape != (shard.count,) or ids.dtype.kind != "S":
+            raise self._changed(path)
         return ids
 
     def _unreadable(self, path: Path, error: OSError) -> DataError:
-        return DataError(f"{path} cannot be read: {error.strerror}; run its contaccum encode again")
+        return DataError(f"{path} cannot be read ({reason_of(error)}); run its contaccum encode again")
 
     def _changed(self, path: Path) -> DataError:
         return DataError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,18 @@ from transformers import (
     PretrainedConfig,
 )
 
+from contaccum.common.errors import DataError
+from contaccum.common.inputs import readable
+from contaccum.towers.loading import WHOLE, check_finite, check_length, check_tokenizer, positions_of
+
 POOLINGS = ("cls", "mean", "lasttoken")
+USUAL_LENGTH = 256  # tokens
 SIMILARITIES = ("dot", "cosine")
 # Sub-folders under which paired checkpoints are found: (queries, passages).
-PAIRS = (("query_encoder", "doc_encoder"), ("question_encoder", "ctx_encoder"), ("query", "passage"))
+PAIRS = (
+    *(("query_encoder", "doc_encoder"), ("question_encoder", "ctx_encoder"), ("query", "passage")),
+    ("query_0_Transformer", "document_0_Transformer"),  # as two towers are saved
+)
 
 Source = str | Path | PretrainedConfig
 
@@ -37,7 +44,7 @@ def dual_encoder(
     tied: bool = False,
     pooling: str = "cls",
     similarity: str = "dot",
-    max_seq_length: int | None = 256,
+    max_seq_length: int | None = None,
     tokenizer: str | Path | None = None,
     query_prompt: str | None = None,
     passage_prompt: str | None = None,
@@ -48,10 +55,12 @@ def dual_encoder(
 
     Args:
         model: hub name, model folder, `PretrainedConfig` (random weights; give `tokenizer`), folder with a pair of encoders in it
-            (`query_encoder/` and `doc_encoder/`, or `question_encoder/` and `ctx_encoder/`), or DPR's own `.cp` checkpoint.
+            (`query_encoder/` and `doc_encoder/`, `question_encoder/` and `ctx_encoder/`, or as two towers are saved here), or DPR's own
+            `.cp` checkpoint.
         passage_model: the passage tower's source; None: as `model`.
         tied: one tower for both.
         pooling: "cls", "mean" or "lasttoken".
+        max_seq_length: tokens of a text; None: 256, or as many as the model has positions for.
         similarity: "dot" or "cosine", for `model.similarity` and for search.
         tokenizer: source of the tokenizer where the model has none.
         query_prompt, passage_prompt: put before each query and passage by `encode_query` and `encode_document`.
@@ -70,11 +79,20 @@ def dual_encoder(
 
     def tower(source: Source | DPRPart) -> list[Any]:
         with tempfile.TemporaryDirectory() as scratch:
-            folder = _as_folder(source, tokenizer, scratch)
+            name = type(source).__name__ if isinstance(source, PretrainedConfig) else source
             # Weights are trained in single precision, whatever they are stored in.
-            transformer = Transformer(folder, max_seq_length=max_seq_length, model_kwargs={"dtype": torch.float32, **(model_kwargs or {})})
-        for name, parameter in transformer.named_parameters():
-            if ".pooler." in name:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
+            options = {"dtype": torch.float32, **(model_kwargs or {})}
+            with readable(f"{name} cannot be loaded as an encoder", WHOLE):
+                folder = _as_folder(source, tokenizer, scratch)
+                transformer = Transformer(folder, max_seq_length=max_seq_length, model_kwargs=options)
+        check_finite(transformer, name)
+        check_tokenizer(transformer, name)
+        if max_seq_length is None:
+            transformer.max_seq_length = min(USUAL_LENGTH, positions_of(transformer) or USUAL_LENGTH)
+        else:
+            check_length(transformer, max_seq_length)
+        for weight, parameter in transformer.named_parameters():
+            if ".pooler." in weight:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
                 parameter.requires_grad_(False)
         return [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=include_prompt)]
 
@@ -109,31 +127,33 @@ class DPRPart:
         return f"{self.file} ({self.prefix}*)"
 
     def load(self, config: Any) -> BertModel:
-        checkpoint = torch.load(self.file, map_location="cpu", weights_only=True)
-        weights = checkpoint.get("model_dict", checkpoint)
-        part = {name[len(self.prefix) :]: value for name, value in weights.items() if name.startswith(self.prefix)}
+        with readable(f"{self.file} is not a DPR bi-encoder checkpoint", "give one, or a model folder"):
+            weights = torch.load(self.file, map_location="cpu", weights_only=True)
+            weights = weights.get("model_dict", weights)
+            part = {name[len(self.prefix) :]: value for name, value in weights.items() if name.startswith(self.prefix)}
         if not part:
-            raise ValueError(f"{self.file} holds no weights that start with {self.prefix!r}: it is not a DPR bi-encoder checkpoint")
+            raise DataError(f"{self.file} holds no weights that start with {self.prefix!r}: it is not a DPR bi-encoder checkpoint")
         model = BertModel(config, add_pooling_layer=any(name.startswith("pooler.") for name in part))
-        missing, unexpected = model.load_state_dict(part, strict=False)
+        with readable(f"{self.file} does not fit {type(config).__name__}", "give --tokenizer the folder or name of the same kind of model"):
+            missing, unexpected = model.load_state_dict(part, strict=False)
         wrong = [*missing, *(name for name in unexpected if not name.endswith(("position_ids", "encode_proj.weight", "encode_proj.bias")))]
         if wrong:
-            raise ValueError(f"{self.file} does not fit {type(config).__name__}: {len(wrong)} weights differ, among them {wrong[0]}")
+            raise DataError(f"{self.file} does not fit {type(config).__name__}: {len(wrong)} weights differ, among them {wrong[0]}")
         return model
 
 
 def _as_folder(source: Source | DPRPart, tokenizer: str | Path | None, scratch: str) -> str:
     """Something that transformers' Auto classes load: `source` itself where it is one, else written to `scratch`."""
     if isinstance(source, DPRPart):
-        config = AutoConfig.from_pretrained(tokenizer or "bert-base-uncased")
+        config = load_encoder_config(tokenizer or "bert-base-uncased", "tokenizer")
         if not isinstance(config, BertConfig):
-            raise ValueError(f"tokenizer={tokenizer} names a {type(config).__name__}, but {source} is a BERT checkpoint")
+            raise DataError(f"tokenizer={tokenizer} names a {type(config).__name__}, but {source} is a BERT checkpoint")
         source.load(config).save_pretrained(scratch)
         _save_tokenizer(tokenizer or "bert-base-uncased", scratch)
         return scratch
     if isinstance(source, PretrainedConfig):
         if tokenizer is None:
-            raise ValueError(f"{type(source).__name__} says nothing of the tokenizer; give tokenizer=NAME")
+            raise DataError(f"{type(source).__name__} says nothing of the tokenizer; give tokenizer=NAME")
         AutoModel.from_config(source).save_pretrained(scratch)
         _save_tokenizer(tokenizer, scratch)
         return scratch
@@ -149,26 +169,24 @@ def _as_folder(source: Source | DPRPart, tokenizer: str | Path | None, scratch: 
     return str(source)
 
 
-def load_encoder_config(source: str | Path) -> PretrainedConfig:
-    with _named("model", source):
+def load_encoder_config(source: str | Path, what: str = "model") -> PretrainedConfig:
+    _check_path(what, source)
+    with readable(f"no {what} can be read from {source}", WHOLE):
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
     return config
 
 
 def _save_tokenizer(source: str | Path, folder: str) -> None:
-    with _named("tokenizer", source):
+    _check_path("tokenizer", source)
+    with readable(f"no tokenizer can be read from {source}", WHOLE):
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-@contextmanager
-def _named(what: str, source: str | Path) -> Iterator[None]:
-    """What cannot be read from `source` as one line that names it."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        is_path = Path(source).is_absolute() or str(source).startswith(".")
-        why = "there is no such folder or file" if is_path and not Path(source).exists() else str(error).splitlines()[0]
-        raise ValueError(f"no {what} can be read from {source}: {why}") from error
+def _check_path(what: str, source: str | Path) -> None:
+    """DataError for what can only be a path, and leads nowhere."""
+    is_path = Path(source).is_absolute() or str(source).startswith(".")
+    if is_path and not os.path.exists(source):
+        raise DataError(f"no {what} can be read from {source}: there is no such folder or file")
 
 
 def _dpr_bert(source: str | Path, config: PretrainedConfig) -> BertModel:

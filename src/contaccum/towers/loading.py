@@ -1,20 +1,92 @@
-"""Models from a folder or the hub."""
+"""Models from a folder or the hub, and whether what was loaded can be used."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Transformer
+from torch import nn
 
 from contaccum.common.errors import DataError
+from contaccum.common.inputs import readable
+
+POSITIONS = ("position_embeddings", "wpe", "embed_positions")  # how transformers calls a table of learnt positions
+WHOLE = "give a model folder or a hub name whose files are whole"
+
+
+@contextmanager
+def same_missing_weights() -> Iterator[None]:
+    """Weights that a model lacks, as a pooler that nothing uses, are drawn; here they are the same each time, and so is its checksum."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
 
 
 def load_model(name: str | Path, kind: type[Any] = SentenceTransformer, **options: Any) -> Any:
     """`kind(name)` in single precision, whatever it is stored in: half of it is many times slower on a CPU, and autocast is for the GPU."""
-    try:
-        return kind(str(name), model_kwargs={"dtype": torch.float32}, **options)
-    except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())
-        raise DataError(f"{name} cannot be loaded as a {kind.__name__}; give a model folder or a hub name ({why})") from error
+    with readable(f"{name} cannot be loaded as a {kind.__name__}", WHOLE), same_missing_weights():
+        model = kind(str(name), model_kwargs={"dtype": torch.float32}, **options)
+    check_finite(model, name)
+    for module in model.modules():
+        if isinstance(module, Transformer):
+            check_tokenizer(module, name)
+    if isinstance(model, SentenceTransformer):
+        with readable(f"{name} can be loaded, but cannot encode a text", WHOLE):
+            model.encode_query(["a"], show_progress_bar=False)
+            model.encode_document(["a"], show_progress_bar=False)
+    return model
+
+
+def check_finite(model: nn.Module, source: object) -> None:
+    """DataError where a weight is NaN or infinite: all vectors would be."""
+    if name := odd_weight(model):
+        raise DataError(f"{source} holds weights that are not finite, as {name}; give a model that was saved whole")
+
+
+def odd_weight(model: nn.Module) -> str | None:
+    """The name of a weight that is NaN or infinite. Buffers may be: a mask is."""
+    for name, value in model.named_parameters():
+        if value.is_floating_point() and not value.is_meta and not bool(torch.isfinite(value).all()):
+            return name
+    return None
+
+
+def check_tokenizer(module: Transformer, source: object) -> None:
+    """DataError where the tokenizer knows no word, as of a folder without one, or more words than the model has vectors for."""
+    tokenizer: Any = module.tokenizer
+    if not hasattr(tokenizer, "get_vocab"):
+        return
+    if len(tokenizer) <= len(set(tokenizer.all_special_tokens)):
+        raise DataError(f"{source} has no tokenizer: every word would be the same; give the folder or name of one (train: --tokenizer)")
+    with readable(f"the tokenizer of {source} could not be saved", WHOLE):  # half of a surrogate pair among its settings
+        json.dumps(getattr(tokenizer, "init_kwargs", {}), default=str, ensure_ascii=False).encode()
+    embeddings = module.model.get_input_embeddings() if hasattr(module.model, "get_input_embeddings") else None
+    rows = getattr(embeddings, "num_embeddings", None)
+    if rows is not None and tokenizer.vocab_size > rows:
+        raise DataError(f"{source} has vectors for {rows:,} words, but its tokenizer knows {tokenizer.vocab_size:,}; give one that fits")
+
+
+def check_length(module: Transformer, tokens: int) -> None:
+    """ValueError where texts of so many tokens are longer than the model has positions for, or hold nothing but its special tokens."""
+    positions = positions_of(module)
+    if positions is not None and tokens > positions:
+        raise ValueError(f"max_seq_length={tokens} is more than the model's {positions} positions; use {positions} or less")
+    count = getattr(module.tokenizer, "num_special_tokens_to_add", None)
+    if count is not None and tokens <= (special := count()):
+        raise ValueError(f"max_seq_length={tokens} leaves no room for words beside {special} special tokens; use {special + 1} or more")
+
+
+def positions_of(module: Transformer) -> int | None:
+    """Tokens that the model can read at once; None where there is no such limit."""
+    config = module.config
+    limits = [size] if isinstance(size := getattr(config, "max_position_embeddings", None), int) else []
+    for name, table in module.model.named_modules():
+        if isinstance(table, nn.Embedding) and name.rpartition(".")[2] in POSITIONS:
+            limits.append(table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1))
+    return min(limits, default=None)

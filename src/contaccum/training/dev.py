@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from contaccum.common.errors import DataError
 from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels, read_texts
 from contaccum.data.readers.collections import encoded_texts
-from contaccum.data.readers.files import find
+from contaccum.data.readers.files import find, shown
 from contaccum.data.training_set import load_training_set
 from contaccum.training.logfile import append_lines, keep_updates
 
@@ -45,6 +45,8 @@ def dev_evaluator(path: str | Path, split: str, passages: int | None, seed: int)
     queries, texts, relevant = _of_beir(folder, split) if is_beir(folder) else _of_rows(folder, split)
     chosen = None if passages is None else _some((key for key, _ in texts()), set().union(*relevant.values()), passages, seed)
     collection: TextsById = {key: text for key, text in texts() if chosen is None or key in chosen}
+    if (passage := next((key for keys in relevant.values() for key in keys if key not in collection), None)) is not None:
+        raise DataError(f"{folder}, split {split!r}: names the document {shown(passage)}, which corpus.jsonl does not hold")
     ranks = list(RANKS)
     at: dict[str, Any] = dict.fromkeys(("mrr_at_k", "ndcg_at_k", "accuracy_at_k", "precision_recall_at_k"), ranks)
     return InformationRetrievalEvaluator(queries, collection, relevant, name="dev", map_at_k=[100], write_csv=False, batch_size=128, **at)
@@ -55,6 +57,10 @@ def _of_beir(folder: Path, split: str) -> Parts:
     relevant = {query: {doc for doc, grade in grades.items() if grade > 0} for query, grades in qrels.items()}
     texts = read_texts(find(folder, "queries.jsonl"))
     relevant = {query: documents for query, documents in relevant.items() if documents}
+    if not relevant:
+        raise DataError(f"{folder} judges nothing as relevant in its split {split!r}; give another --dev or --dev-split")
+    if (query := next((query for query in relevant if query not in texts), None)) is not None:
+        raise DataError(f"{folder}, split {split!r}: names the query {shown(query)}, which queries.jsonl does not hold")
     return {query: texts[query] for query in relevant}, lambda: encoded_texts(folder), relevant
 
 

@@ -7,34 +7,34 @@ A run folder holds `config.yaml` (resolved), `run.json` (commit, versions, machi
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from contaccum.adapters.checkpoint_folders import last_complete_checkpoint
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.common.console import hide_usual_load_reports, note, without_bars
-from contaccum.common.errors import CheckpointError
-from contaccum.common.outputs import check_output, whole_path, write_json
-from contaccum.common.provenance import provenance
+from contaccum.common.outputs import read_json
 from contaccum.common.sizes import parse_bytes
-from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives
+from contaccum.data.drawn_pairs import DrawPairs, drawn_kind, drawn_pairs
+from contaccum.data.training_set import has_negatives, load_training_set, negative_columns, with_hard_negatives, without_blanks
 from contaccum.memory.halving import HalvingTrainer
 from contaccum.memory.limit import limit_memory, peak_bytes, process_peak_bytes
 from contaccum.memory.plan import planned
-from contaccum.methods.config import AUTO, TrainConfig, load_config, with_bank
+from contaccum.memory.token_budget import TokenBudgetTrainer
+from contaccum.methods.config import AUTO, TrainConfig, with_bank
 from contaccum.methods.loss import build_loss
 from contaccum.methods.table import Batches, get_method, split_update
 from contaccum.methods.towers import build_towers
@@ -43,48 +43,71 @@ from contaccum.towers.lora import has_two_adapters, merge_lora
 from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
-from contaccum.training.runlog import EpochForNegatives, Progress, RunLog
+from contaccum.training.run_folder import (
+    alone_in_run,
+    as_resolved_before,
+    begin,
+    checkpoint_to_resume,
+    finish,
+    refuse_used_folder,
+    remove_older,
+)
+from contaccum.training.runlog import EpochForDraws, Progress, RunLog
+from contaccum.training.sound import check_weights, check_words
 from contaccum.training.trainer_arguments import training_arguments, warm_up
 
 
 def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     """Train as `config` says and return the summary. With `resume`, go on from the newest complete checkpoint."""
     config.check()
+    run, main = Path(config.output), int(os.environ.get("RANK", "0")) == 0
+    with ExitStack() as held:
+        if resume and main and run.is_dir():
+            held.enter_context(alone_in_run(run))
+        return _train(config, run, resume, main, held)
+
+
+def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitStack) -> dict[str, Any]:
+    """`held`: for how long this process is alone in the run folder."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    run = Path(config.output)
-    main = int(os.environ.get("RANK", "0")) == 0
     auto = config.n_local == AUTO
     if resume:
-        config = _as_resolved_before(run, config)
+        config = as_resolved_before(run, config)
     _check_speed(config, torch.cuda.is_available(), processes)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     if not resume and main:
-        _refuse_used_folder(run)
+        refuse_used_folder(run)
     if config.memory is not None and (cannot := limit_memory(parse_bytes(config.memory))) and main:
         note(cannot)
-
     dataset, draw, columns = _data(config, main)
     if config.n_local == AUTO:
         config = planned(config, len(columns), processes)
         if main:
             note(f"n_local={config.n_local}{', with gradient checkpointing' if config.gradient_checkpointing else ''}, as planned")
-    batches = split_update(get_method(config.method), config.n_total, config.n_local, processes, config.whole_updates)
+    method, by_tokens = get_method(config.method), config.local_tokens is not None
+    batches = split_update(method, config.n_total, config.n_local, processes, config.whole_updates, by_tokens)
     config = _bank_for(config, batches, len(dataset), processes, main)
     config = replace(config, warmup_updates=warm_up(config, batches, processes, len(dataset)))
-    checkpoint = _checkpoint_to_resume(run, config) if resume else None
+    checkpoint = checkpoint_to_resume(run, config, processes) if resume else None
     dev = _dev(config)
     hide_usual_load_reports()
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = build_towers(config)
+    check_words(model, dataset)
     if main:
         _say_adapters(config, model)
     config = _prepare_towers(config, model)
-    loss = build_loss(config, model, batches, gather_across_devices=processes > 1)
+    labelled = isinstance(draw, DrawPairs) and draw.labelled
+    loss = build_loss(config, model, batches, gather_across_devices=processes > 1, mask_labels=labelled)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
     with without_bars():
         model.model_card_data.set_widget_examples(dataset)  # the trainer, when it is made, would do so with a bar of its own
+    if main and not resume:
+        held.enter_context(alone_in_run(run))
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
-    trainer = (HalvingTrainer if auto and not get_method(config.method).one_batch else ContAccumTrainer)(
+    trainer = _trainer_kind(config, auto)(
         model=model,
         args=training_arguments(config, batches, processes, len(dataset), columns),
         train_dataset=dataset,
@@ -94,15 +117,20 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    if main:
-        _claim(run, config)
-    updates_before = _updates_before(checkpoint)  # which training may delete
+    if main and not resume:
+        begin(run, config, processes)
+    updates_before, best = _before(checkpoint)  # which training may delete
+    if main and checkpoint is not None:
+        remove_older(checkpoint, config.keep_checkpoints, best)
     started, cpu_started = time.perf_counter(), time.process_time()
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     summary = _summary(config, trainer, loss, log, time.perf_counter() - started, updates_before)
     summary |= {"cpu_seconds": time.process_time() - cpu_started, "threads": torch.get_num_threads()}
     if main:
-        _finish(run, model, summary)
+        check_weights(model)
+        if has_two_adapters(model):
+            merge_lora(model)
+        finish(run, model, summary)
     return summary
 
 
@@ -110,6 +138,8 @@ def _bank_for(config: TrainConfig, batches: Batches, rows: int, processes: int, 
     """`config` with its bank as a number; ValueError where the data is too small for it or for a batch."""
     if batches.per_process * processes > rows:
         raise ValueError(f"a batch of {batches.per_process * processes} is larger than the training set of {rows} rows")
+    if config.n_total > rows:
+        raise ValueError(f"n_total={config.n_total} is more than the training set's {rows} rows; use at most that many")
     auto, config = config.bank == "auto", with_bank(config, batches.micro_batch * processes, rows)
     if not get_method(config.method).bank:
         return replace(config, bank=0)
@@ -127,7 +157,20 @@ def _dev(config: TrainConfig) -> InformationRetrievalEvaluator | None:
     return dev_evaluator(config.dev, config.dev_split, config.dev_passages, config.seed)
 
 
+def _trainer_kind(config: TrainConfig, auto: bool) -> Callable[..., ContAccumTrainer]:
+    """`auto`: its micro-batches may turn out too large."""
+    method = get_method(config.method)
+    if config.local_tokens is not None and not method.cached:
+        return partial(TokenBudgetTrainer, tokens=config.local_tokens, padded=not config.unpad)
+    return HalvingTrainer if auto and not method.one_batch else ContAccumTrainer
+
+
 def _check_speed(config: TrainConfig, cuda: bool, processes: int) -> None:
+    if config.local_tokens is not None and processes > 1 and not get_method(config.method).cached:
+        raise ValueError(
+            f"local_tokens={config.local_tokens} cuts micro-batches by the texts of one process, and {processes} would cut differently; "
+            "use n_local"
+        )
     if config.torch_compile:
         check_compiler(cuda)
     if config.unpad:
@@ -161,8 +204,10 @@ def _say_adapters(config: TrainConfig, model: SentenceTransformer) -> None:
     print(f"note: adapters of {trained:,} weights are trained, on {frozen / 1e9:.2f} GB of frozen ones{twice}")
 
 
-def _updates_before(checkpoint: Path | None) -> int:
-    return 0 if checkpoint is None else int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
+def _before(checkpoint: Path | None) -> tuple[int, str | None]:
+    """Updates until this checkpoint, and the best one until then."""
+    state = {} if checkpoint is None else read_json(checkpoint / "trainer_state.json")
+    return int(state.get("global_step", 0)), state.get("best_model_checkpoint")
 
 
 def _summary(
@@ -186,55 +231,15 @@ def _summary(
     }
 
 
-def _checkpoint_to_resume(run: Path, config: TrainConfig) -> Path | None:
-    """The newest complete checkpoint of the same run; None where it was killed before its first."""
-    stored = run / "config.yaml"
-    if not stored.exists():
-        raise ValueError(f"{run} holds no run to resume; start it without --resume")
-    before = asdict(load_config(stored, {}))
-    changed = {k: v for k, v in asdict(config).items() if before[k] != v and k != "output"}
-    if changed:
-        name, value = next(iter(changed.items()))
-        raise ValueError(f"{run} was started with {name}={before[name]!r}, not {value!r}; resume it unchanged or use another --output")
-    if (run / "summary.json").exists():
-        raise ValueError(f"{run} is finished: its model is in {run / 'model'}")
-    try:
-        return last_complete_checkpoint(run / "checkpoints")
-    except CheckpointError:
-        return None
-
-
-def _as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
-    """What each "auto" was when the run began."""
-    if not (run / "config.yaml").exists():
-        return config
-    stored = load_config(run / "config.yaml", {})
-    if config.n_local == AUTO:
-        config = replace(config, n_local=stored.n_local, gradient_checkpointing=stored.gradient_checkpointing)
-    if config.bank == "auto":
-        config = replace(config, bank=stored.bank)
-    if config.drift_correction == "auto":
-        config = replace(config, drift_correction=stored.drift_correction)
-    if config.unpad is None:
-        config = replace(config, unpad=stored.unpad)
-    return config
-
-
-def _refuse_used_folder(run: Path) -> None:
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
-    check_output(run)
-
-
-def _claim(run: Path, config: TrainConfig) -> None:
-    """Only now, when nothing of the input can be refused any more, is anything written."""
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False), encoding="utf-8")
-    write_json(run / "run.json", provenance(config.seed))
-
-
 def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
-    dataset = load_training_set(config.data, config.split, config.limit)
+    if (kind := drawn_kind(config.data)) is not None:
+        if config.hard_negatives:
+            raise ValueError(f"hard_negatives={config.hard_negatives}: pairs drawn from {config.data} have none; leave it out")
+        return *drawn_pairs(config.data, kind, config.split, config.limit, config.seed), []
+    loaded = load_training_set(config.data, config.split, config.limit)
+    dataset = without_blanks(loaded)
+    if main and len(dataset) < len(loaded):
+        note(f"{len(loaded) - len(dataset):,} of {len(loaded):,} rows have a blank query or positive and are left out")
     wanted = config.hard_negatives
     if wanted is None:
         wanted = int(has_negatives(dataset))
@@ -247,22 +252,10 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
 def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog, draw: Any, main: bool) -> list[TrainerCallback]:
     watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
     if draw is not None:
-        watching.append(EpochForNegatives(draw))
+        watching.append(EpochForDraws(draw))
     if config.diagnose_every or config.drift_every:
         every, mass_every = config.diagnose_every, 5 * config.diagnose_every
         watching.append(Diagnostics(run / "diagnostics.jsonl", loss, every, mass_every, config.drift_every, writes=main))
     if config.dev is not None:
         watching.append(DevLog(run / "dev.jsonl", config.similarity, config.dev_metric, writes=main))
     return watching
-
-
-def _finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
-    """The model first, whole or not at all; then the summary, which says that the run is finished."""
-    try:
-        if has_two_adapters(model):
-            merge_lora(model)
-        with whole_path(run / "model") as part:
-            model.save_pretrained(str(part))
-        write_json(run / "summary.json", summary)
-    except Exception as error:
-        raise CheckpointError(f"could not save {run / 'model'}: {error}; make room and go on with --resume") from error

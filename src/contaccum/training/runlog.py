@@ -16,9 +16,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from contaccum.adapters.trainer import FlushedLog, SkippedSteps
 from contaccum.core.criterion import DualBankInfoNCE
 from contaccum.core.micro_batch import MicroStep
-from contaccum.data.training_set import DrawNegatives
+from contaccum.data.training_set import DrawnByEpoch
 from contaccum.memory.limit import peak_bytes, process_peak_bytes
 from contaccum.training.logfile import append_lines, keep_updates, read_log
+from contaccum.training.sound import check_losses
 
 SHOWN_EVERY = 1.0  # seconds between new figures in the bar: reading a loss waits for the GPU
 
@@ -78,6 +79,11 @@ class RunLog(FlushedLog, SkippedSteps):
         self.written += lines
         if self.writes:
             append_lines(self.file, lines)
+        check_losses(self.written)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
+        check_losses(self.written, ended=True)
 
     def newest(self) -> dict[str, Any]:
         """The line of the update that ended last, written or not; its losses are waited for."""
@@ -145,10 +151,10 @@ def _memory() -> str:
     return f", {peak / 1e9:.1f} GB" if peak else ""
 
 
-class EpochForNegatives(TrainerCallback):
-    """Keeps the epoch of the drawn hard negatives at the trainer's."""
+class EpochForDraws(TrainerCallback):
+    """Keeps the epoch of what is drawn again for each (hard negatives, pairs) at the trainer's."""
 
-    def __init__(self, draw: DrawNegatives) -> None:
+    def __init__(self, draw: DrawnByEpoch) -> None:
         self.draw = draw
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -26,10 +26,11 @@ WORDS = 50
 UPDATES = 4
 
 
-def try_in_process(config: TrainConfig, limit_bytes: int, query_tokens: int | None = None) -> Measured | None:
-    """`measure` in a process of its own; None if memory ran out."""
-    work = json.dumps({"config": asdict(replace(config, memory=f"{limit_bytes}B")), "query_tokens": query_tokens})
-    done = subprocess.run([sys.executable, "-m", "contaccum.training.trial"], input=work, capture_output=True, text=True)
+def try_in_process(config: TrainConfig, limit_bytes: int, query_tokens: int | None = None, seconds: float | None = None) -> Measured | None:
+    """`measure` in a process of its own; None if memory ran out, `subprocess.TimeoutExpired` if the `seconds` did. 0 bytes: no limit."""
+    work = json.dumps({"config": asdict(replace(config, memory=f"{limit_bytes}B" if limit_bytes else None)), "query_tokens": query_tokens})
+    words = [sys.executable, "-m", "contaccum.training.trial"]
+    done = subprocess.run(words, input=work, capture_output=True, text=True, timeout=seconds)
     if done.returncode == 0:
         return Measured(**json.loads(done.stdout.splitlines()[-1]))
     if "out of memory" in done.stderr.lower():
@@ -51,8 +52,9 @@ def measure(config: TrainConfig, query_tokens: int | None = None, updates: int =
         folder = Path(scratch)
         if written is None:
             query, passage = tower_configs(config.model, config.passage_model, config.tokenizer)
-            write_model(folder / "query", query)
-            if query.to_dict() != passage.to_dict():
+            two = not config.tied and query.to_dict() != passage.to_dict()
+            write_model(folder / "query", query)  # which notes in its configuration what was written
+            if two:
                 write_model(folder / "passage", passage)
         negatives = config.hard_negatives or 0
         rows = max(config.n_total * updates, config.bank_size if get_method(config.method).bank else 0)

@@ -14,9 +14,11 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
 from contaccum.common.errors import DataError
+from contaccum.common.inputs import readable
 from contaccum.data.readers.dpr import MAX_FIELD_CHARACTERS
 from contaccum.data.readers.files import bare_suffix, checked_text, listed, read_jsonl, read_lines, shown
 from contaccum.data.readers.rows import TrainingRow
+from contaccum.data.readers.saved import check_split_name, is_saved, load_saved
 
 Record = tuple[str, Mapping[str, Any]]  # the place, for messages, and column -> value
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -136,25 +138,22 @@ def _read_parquet(path: Path, columns: Columns) -> Iterator[Record]:
 
 def open_data_set(name: str, subset: str | None) -> dict[str, Any]:
     """split -> rows, of a data set on the hub, of a folder of data files or of a folder that `save_to_disk` wrote; streamed."""
-    folder = Path(name)
-    try:
-        if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            loaded = datasets.load_from_disk(name)
-            splits = loaded if isinstance(loaded, datasets.DatasetDict) else {"train": loaded}
-        else:
-            splits = datasets.load_dataset(name, subset, streaming=True)
-    except ARROW_ERRORS as error:
-        raise DataError(f"{name} is neither a file that exists nor a data set that can be loaded ({one_line(error)})") from error
+    if is_saved(Path(name)):
+        splits = load_saved(Path(name))
+    else:
+        remedy = "give a file, a folder of data files, or the name of a data set on the hub"
+        with readable(f"{name} is neither a file that exists nor a data set that can be loaded", remedy):
+            splits = dict(datasets.load_dataset(name, subset, streaming=True))
+    for split in splits:
+        check_split_name(str(split), name)
     return {SPLIT_NAMES.get(str(split), str(split)): rows for split, rows in splits.items()}
 
 
 def read_data_set(name: str, split: str, rows: Any) -> Iterator[Record]:
     """The records of one split that `open_data_set` gave."""
-    try:
+    with readable(f"{name}, {split}: cannot be read", "check its files"):
         for number, record in enumerate(rows, start=1):
             yield f"{name}, {split}, row {number}", record
-    except ARROW_ERRORS as error:
-        raise DataError(f"{name}, {split}: {one_line(error)}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -10,8 +10,19 @@ from typing import NamedTuple
 
 from contaccum.common.errors import DataError
 from contaccum.data.readers.beir import is_beir, qrels_file, read_entries, read_qrels
-from contaccum.data.readers.dpr import normalize_question
-from contaccum.data.readers.files import ID_FIELDS, bare_suffix, find, first_text, read_jsonl, read_lines, shown, text_field, text_list
+from contaccum.data.readers.dpr import MAX_FIELD_CHARACTERS, normalize_question
+from contaccum.data.readers.files import (
+    ID_FIELDS,
+    bare_suffix,
+    checked_text,
+    find,
+    first_text,
+    read_jsonl,
+    read_lines,
+    shown,
+    text_field,
+    text_list,
+)
 from contaccum.data.readers.ids import SeenIds
 from contaccum.data.readers.json_array import read_array
 
@@ -78,7 +89,7 @@ def _prepared_queries(folder: Path, split: str | None) -> Iterator[Query]:
 def _dpr_queries(path: Path) -> Iterator[Query]:
     for number, (place, record) in enumerate(read_array(path)):
         question = normalize_question(text_field(record, "question", place))
-        yield Query(str(record.get("id", number)), question, text_list(record, "answers", place))
+        yield Query(first_text(record, ID_FIELDS, place) if "id" in record else str(number), question, text_list(record, "answers", place))
 
 
 def _jsonl_queries(path: Path) -> Iterator[Query]:
@@ -89,12 +100,24 @@ def _jsonl_queries(path: Path) -> Iterator[Query]:
 
 def _qa_queries(path: Path) -> Iterator[Query]:
     """DPR's question files: the question, a tab, its answers as a Python list."""
-    reader = csv.reader((line for _, line in read_lines(path)), delimiter="\t")
-    for number, fields in enumerate(fields for fields in reader if fields):
-        try:
-            question, answers = fields[0], ast.literal_eval(fields[1])
-            yield Query(str(number), normalize_question(question), [str(answer) for answer in answers])
-        except (IndexError, SyntaxError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{path}, line {reader.line_num}: a question, a tab and a list of answers are needed, not {shown(fields)}"
-            ) from error
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_FIELD_CHARACTERS))
+    reader, number = csv.reader((line for _, line in read_lines(path)), delimiter="\t"), 0
+    try:
+        for fields in reader:
+            if fields:
+                yield Query(str(number), *_question(fields, f"{path}, line {reader.line_num}"))
+                number += 1
+    except csv.Error as error:
+        raise DataError(f"{path}, after line {reader.line_num}: {error}; is a quotation mark left open?") from error
+
+
+def _question(fields: list[str], place: str) -> tuple[str, list[str]]:
+    """Question and answers. The list is read as literals alone: nothing in it is run."""
+    needed = f"{place}: a question, a tab and a list of answers are needed, not {shown(fields)}"
+    try:
+        question, answers = fields[0], ast.literal_eval(fields[1])
+    except (IndexError, SyntaxError, TypeError, ValueError, MemoryError, RecursionError) as error:  # MemoryError: brackets too deep
+        raise DataError(needed) from error
+    if not isinstance(answers, (list, tuple)) or not all(isinstance(answer, (str, int, float)) for answer in answers):
+        raise DataError(needed)
+    return normalize_question(question), [checked_text(str(answer), "answers", place) for answer in answers]

@@ -14,6 +14,7 @@ class TextStore:
     """id -> text in a scratch file, filled once; holds at most `CACHE_KIB` in memory."""
 
     def __init__(self, path: Path, texts: Iterable[tuple[str, str]]) -> None:
+        path.touch()  # says why, where nothing can be written there
         self._database = sqlite3.connect(path)
         # A scratch file: whoever is interrupted starts again, so nothing has to survive a crash.
         self._database.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; PRAGMA cache_size=-{CACHE_KIB};")

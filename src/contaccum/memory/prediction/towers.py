@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from transformers import MODEL_MAPPING, AutoModel, BertConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 
+from contaccum.common.inputs import readable
 from contaccum.memory.prediction.cuda import CudaSemantics
 from contaccum.memory.prediction.trace import AffineTrace, Recorder, Trace, fit
 from contaccum.towers.dual_encoder import DPRPart, Source, load_encoder_config, paired_sources
@@ -135,7 +136,8 @@ class Encoder(nn.Module):
     ) -> None:
         super().__init__()
         config = copy.deepcopy(config)
-        with no_init_weights():  # drawing them needs data
+        what = f"no {config.model_type} model can be built from its configuration"
+        with readable(what, "give a model whose config.json is whole"), no_init_weights():  # drawing them needs data
             self.model = AutoModel.from_config(config, dtype=running.weights)
         for name, parameter in self.model.named_parameters():
             if name.startswith("pooler."):

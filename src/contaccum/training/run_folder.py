@@ -1,0 +1,115 @@
+"""The folder of a run through crashes: begun once, by one process, resumed as it was begun, finished last of all.
+
+1. `run.json`, then `config.yaml`: a folder without the latter is not begun, and a plain start takes it.
+2. Checkpoints, which the trainer writes. A resumed run goes on from the newest one that is whole.
+3. `model/`, then `summary.json`: a folder with the latter is finished.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from contaccum.adapters.checkpoint_folders import checkpoints_in, last_complete_checkpoint
+from contaccum.common.errors import CheckpointError, not_saved
+from contaccum.common.lock import alone_in
+from contaccum.common.outputs import check_output, is_unused, read_object, remove_parts, whole_path, write_json, write_text
+from contaccum.common.provenance import provenance
+from contaccum.methods.config import AUTO, TrainConfig, load_config
+
+STATES = ("optimizer.pt", "scheduler.pt", "contaccum_state.pt")  # of a checkpoint: without one of these a resumed run trains differently
+
+
+def refuse_used_folder(run: Path) -> None:
+    if not is_unused(run, first="run.json"):
+        raise ValueError(f"{run} is not empty; use --resume to go on with a run there, or another --output")
+    check_output(run)
+
+
+@contextmanager
+def alone_in_run(run: Path) -> Iterator[None]:
+    """No other process writes to it meanwhile. What a killed one left half written is removed."""
+    with alone_in(run):
+        remove_parts(run)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # which the trainer makes, also where a run is refused, or saves none
+                (run / "checkpoints").rmdir()
+
+
+def begin(run: Path, config: TrainConfig, processes: int) -> None:
+    """Only when nothing of the input can be refused any more is anything written."""
+    refuse_used_folder(run)
+    write_json(run / "run.json", provenance(config.seed) | {"processes": processes})
+    write_text(run / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
+
+
+def finished(run: Path) -> dict[str, Any] | None:
+    """The summary of a run that came to its end."""
+    return read_object(run / "summary.json")
+
+
+def finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
+    """The model first, whole or not at all; then the summary, which says that the run is finished."""
+    try:
+        with whole_path(run / "model") as part:
+            model.save_pretrained(str(part))
+            if (run / "model").exists():  # of a process that was killed before its summary: the same
+                shutil.rmtree(run / "model")
+        write_json(run / "summary.json", summary)
+    except Exception as error:
+        raise not_saved(run / "model", error, "go on with --resume") from error
+
+
+def as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
+    """What each "auto" was when the run began."""
+    if not (run / "config.yaml").exists():
+        return config
+    stored = load_config(run / "config.yaml", {})
+    if config.n_local == AUTO:
+        config = replace(config, n_local=stored.n_local, gradient_checkpointing=stored.gradient_checkpointing)
+    if config.bank == "auto":
+        config = replace(config, bank=stored.bank)
+    if config.drift_correction == "auto":
+        config = replace(config, drift_correction=stored.drift_correction)
+    if config.unpad is None:
+        config = replace(config, unpad=stored.unpad)
+    return config
+
+
+def checkpoint_to_resume(run: Path, config: TrainConfig, processes: int) -> Path | None:
+    """The newest whole checkpoint of the same run; None where it was killed before its first."""
+    stored = run / "config.yaml"
+    if not stored.exists():
+        raise ValueError(f"{run} holds no run to resume; start it without --resume")
+    before = asdict(load_config(stored, {}))
+    changed = {k: v for k, v in asdict(config).items() if before[k] != v and k != "output"}
+    if changed:
+        name, value = next(iter(changed.items()))
+        raise ValueError(f"{run} was started with {name}={before[name]!r}, not {value!r}; resume it unchanged or use another --output")
+    if finished(run) is not None:
+        raise ValueError(f"{run} is finished: its model is in {run / 'model'}")
+    begun = (read_object(run / "run.json") or {}).get("processes", processes)
+    if begun != processes:
+        remedy = "without torchrun" if begun == 1 else f"under torchrun --nproc-per-node {begun}"
+        raise ValueError(f"{run} was started by {begun} processes, not {processes}; resume it {remedy}, or use another --output")
+    random = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
+    try:
+        return last_complete_checkpoint(run / "checkpoints", (*STATES, *random))
+    except CheckpointError:
+        return None
+
+
+def remove_older(checkpoint: Path, keep: int, best: str | None) -> None:
+    """What the trainer would have deleted next, had it not been killed: all but the `keep` newest up to this one, and the best."""
+    known = checkpoints_in(checkpoint.parent)
+    for older in known[: max(0, known.index(checkpoint) + 1 - keep)]:
+        if best is None or Path(best).name != older.name:
+            shutil.rmtree(older)

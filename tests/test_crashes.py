@@ -1,0 +1,269 @@
+"""Killed, refused or out of room: what is left is gone on with, and nothing is lost. Every point: benchmarks/crash_points.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from conftest import rows
+from contaccum.adapters.trainer import ContAccumTrainer
+from contaccum.cli import app, main
+from contaccum.common.errors import CheckpointError, is_full_disk
+from contaccum.common.lock import alone_in
+from contaccum.common.outputs import is_unused, remove_parts, scratch_for, write_jsonl, write_text
+from contaccum.data.prepare import prepare
+from contaccum.methods.config import TrainConfig
+from contaccum.retrieval.encode import encode
+from contaccum.training.run import train
+from test_train import assert_bit_equal, final_state, options
+
+ROOT = Path(__file__).parents[1]
+
+
+class Another:
+    """A process that is alone in a folder until it is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        ready, tell = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            with alone_in(folder):
+                os.write(tell, b"1")
+                signal.pause()
+        os.read(ready, 1)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def test_a_lock_dies_with_its_process_and_leaves_nothing(tmp_path) -> None:
+    folder = tmp_path / "new" / "run"
+    other = Another(folder)
+    with (
+        pytest.raises(ValueError, match=r"another process is writing to .*run; wait until it ends, or use another --output"),
+        alone_in(folder),
+    ):
+        pass
+    other.kill()
+    with alone_in(folder):
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+    assert list(folder.iterdir()) == []  # it was there before
+    with alone_in(tmp_path / "other" / "run"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_scratch_folder_is_emptied_of_what_a_killed_process_left(tmp_path) -> None:
+    left = tmp_path / ".out.part"
+    left.mkdir()
+    (left / "train.arrow").touch()
+    with scratch_for(tmp_path / "out") as scratch:
+        assert (scratch, [path.name for path in scratch.iterdir()]) == (left, [".lock"])
+        (scratch / "more").mkdir()
+    assert list(tmp_path.iterdir()) == []
+    other = Another(left)
+    with pytest.raises(ValueError, match=r"another process is writing to .*out; wait"), scratch_for(tmp_path / "out"):
+        pass
+    other.kill()
+
+
+def test_a_file_is_whole_or_not_there(tmp_path) -> None:
+    write_text(tmp_path / "a", "before")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(tmp_path / "a", "x" * 100_000 + "\ud800")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "before")]
+    (tmp_path / "a").rename(tmp_path / "a.part")  # a user's own
+    (tmp_path / "b.123.part").touch()
+    assert not is_unused(tmp_path)
+    remove_parts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.part"]
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder, tmp_path_factory) -> tuple[dict[str, Any], Path]:
+    """A finished run whose last update is within an epoch, and its options."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_jsonl(folder / "rows.jsonl", rows(32))
+    arguments = options(str(folder / "rows.jsonl"), model_folder, folder / "run", epochs=1.5, save_every=3)
+    train(TrainConfig(**arguments))
+    return arguments, folder / "run"
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> tuple[dict[str, Any], Path]:
+    arguments, folder = finished
+    shutil.copytree(folder, tmp_path / "run")
+    return arguments | {"output": str(tmp_path / "run")}, tmp_path / "run"
+
+
+def emptied(*names: str) -> Callable[[Path], None]:
+    def empty(run: Path) -> None:
+        for name in names:
+            (run / name).write_text("")
+
+    return empty
+
+
+def removed(*names: str) -> Callable[[Path], None]:
+    def remove(run: Path) -> None:
+        for name in names:
+            shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
+
+    return remove
+
+
+CRASHES: dict[str, tuple[Callable[[Path], None], int | None]] = {
+    "between model and summary": (removed("summary.json"), 6),
+    "the summary was emptied": (emptied("summary.json"), 6),
+    "after the last checkpoint": (removed("summary.json", "model"), 6),
+    "the optimizer's state was emptied": (emptied("summary.json", "checkpoints/checkpoint-6/optimizer.pt"), 3),
+    "before the first checkpoint": (removed("summary.json", "model", "checkpoints"), None),
+}
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_a_run_is_resumed_wherever_it_was_killed(run, name: str) -> None:
+    arguments, folder = run
+    whole, config = final_state(folder), (folder / "config.yaml").stat().st_mtime_ns
+    crash, update = CRASHES[name]
+    crash(folder)
+    (folder / "model.1.part").mkdir()
+    (folder / "log.jsonl.1.part").touch()
+    assert train(TrainConfig(**arguments), resume=True)["resumed_at_update"] == update
+    assert_bit_equal(whole, final_state(folder))
+    assert (folder / "config.yaml").stat().st_mtime_ns == config  # written once
+    kept = {"config.yaml", "run.json", "log.jsonl", "diagnostics.jsonl", "checkpoints", "model", "summary.json"}
+    assert {path.name for path in folder.iterdir()} == kept
+
+
+def test_a_folder_without_a_configuration_is_not_begun(jsonl, model_folder, tmp_path) -> None:
+    """Killed between making the folder and config.yaml."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    for name in (".lock", "run.json", "config.yaml.7.part"):
+        (folder / name).touch()
+    arguments = options(jsonl(32), model_folder, folder, epochs=1)
+    with pytest.raises(ValueError, match="holds no run to resume"):
+        train(TrainConfig(**arguments), resume=True)
+    train(TrainConfig(**arguments))
+    assert json.loads((folder / "run.json").read_text())["processes"] == 1
+
+
+def test_a_run_goes_on_as_it_was_begun_and_by_one_process_alone(run, monkeypatch) -> None:
+    arguments, folder = run
+    (folder / "summary.json").unlink()
+    before = final_state(folder)
+    other = Another(folder)
+    with pytest.raises(ValueError, match="another process is writing to"):
+        train(TrainConfig(**arguments), resume=True)
+    other.kill()
+    begun = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(begun | {"processes": 2}))
+    message = "was started by 2 processes, not 1; resume it under torchrun --nproc-per-node 2, or use another --output"
+    with pytest.raises(ValueError, match=message):
+        train(TrainConfig(**arguments), resume=True)
+    assert_bit_equal(before, final_state(folder))
+
+
+def test_two_that_start_at_once(jsonl, model_folder, tmp_path) -> None:
+    folder = tmp_path / "run"
+    other = Another(folder)
+    with pytest.raises(ValueError, match="another process is writing to"):
+        train(TrainConfig(**options(jsonl(32), model_folder, folder, epochs=1)))
+    other.kill()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "[Errno 13] Permission denied; go on with --resume"),
+        (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device; make room and go on with --resume"),
+        (RuntimeError("I/O error: Disk quota exceeded (os error 122)"), "(os error 122); make room and go on with --resume"),
+    ],
+)
+def test_what_could_not_be_saved_says_why(jsonl, model_folder, tmp_path, monkeypatch, error: Exception, message: str) -> None:
+    def fail(self: Any, folder: str) -> None:
+        raise error
+
+    monkeypatch.setattr(ContAccumTrainer, "_save_rng_state", fail)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        train(TrainConfig(**options(jsonl(32), model_folder, tmp_path / "run", epochs=1)))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "error: no room is left on the disk (No space left on device); make room"),
+        (EOFError("Ran out of input"), 1, "error: a file that was read ends too early (Ran out of input)"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+    ],
+)
+def test_the_command_line_says_what_happened(monkeypatch, capsys, error: BaseException, code: int, message: str) -> None:
+    def fail() -> None:
+        raise error
+
+    typer.main.get_command(app)
+    monkeypatch.setattr("contaccum.experiments.request.Request.check", lambda self: fail())
+    monkeypatch.setattr(sys, "argv", ["contaccum", "reproduce", "memory", "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_is_known_by_its_cause() -> None:
+    try:
+        raise OSError(errno.EDQUOT, "quota")
+    except OSError as cause:
+        outer = RuntimeError("could not write")
+        outer.__cause__ = cause
+    assert is_full_disk(outer)
+    assert not is_full_disk(OSError(errno.EIO, "I/O error"))
+
+
+def test_refused_texts_leave_nothing(tiny_encoder, tmp_path) -> None:
+    file = tmp_path / "passages.jsonl"
+    file.write_text('{"_id": "a", "text": "w1"}\n{"_id": "a", "text": "w2"}\n')
+    with pytest.raises(ValueError, match="a second time"):
+        encode(tiny_encoder(), file, tmp_path / "deep" / "vectors", progress=False)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"query": "", "positive": "x"}\n')
+    with pytest.raises(ValueError, match="no usable record"):
+        prepare(bad, tmp_path / "other" / "prepared")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "passages.jsonl"]
+
+
+def test_a_dry_run_needs_no_pytorch() -> None:
+    script = "import sys, contaccum.cli.reproduce, contaccum.experiments.request; print('torch' in sys.modules, 'datasets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.split() == ["False", "False"]
+
+
+def crash_points(*words: str) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "crash_points.py"), *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler and Linux")
+def test_killed_or_without_room_at_a_few_file_operations() -> None:
+    crash_points("encode", "--every", "15")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler and Linux")
+@pytest.mark.parametrize("command", ["train", "train-dev", "mine", "prepare-dpr", "prepare-beir", "reproduce", "compare"])
+def test_killed_or_without_room_at_file_operations(command: str) -> None:
+    crash_points(command, "--every", "40" if command in ("reproduce", "compare") else "12")
