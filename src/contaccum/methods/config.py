@@ -25,16 +25,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "quantize": ("4bit", None),
 }
 ABOVE_0 = (
-    "local_tokens",
-    "lr",
-    "epochs",
-    "max_seq_length",
-    "log_every",
-    "keep_checkpoints",
-    "dev_every",
-    "max_updates",
-    "limit",
-    "adam_eps",
+    *("lr", "epochs", "max_seq_length", "log_every", "keep_checkpoints", "dev_every", "max_updates", "limit", "adam_eps"),
+    *("local_tokens", "threads"),
 )
 UNLIMITED = ("max_updates", "limit")  # where left out
 NOT_NEGATIVE = (
