@@ -74,6 +74,31 @@ class Ended:
     errors: str
 
 
+class Row(NamedTuple):
+    """Of one input, what is counted."""
+
+    command: str
+    kind: str
+    how: str
+    why: str
+    seconds: float
+
+
+class Share(NamedTuple):
+    """The inputs of one process, and the file of their rows."""
+
+    numbers: Sequence[int]
+    file: Path
+
+    def add(self, row: Row) -> None:
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rows(self) -> list[Row]:
+        lines = self.file.read_text(encoding="utf-8").splitlines() if self.file.exists() else []
+        return [Row(*json.loads(line)) for line in lines]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=2000)
@@ -88,11 +113,17 @@ def main() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     numbers = range(args.first, args.first + args.inputs)
     with tempfile.TemporaryDirectory(prefix="contaccum-fuzz-") as scratch:
-        found = [Path(scratch) / f"rows-{place}.json" for place in range(args.processes)]
-        children = [_share(numbers[place :: args.processes], rows, args) for place, rows in enumerate(found)]
-        if lost := [child for child in children if os.waitpid(child, 0)[1]]:
-            raise RuntimeError(f"{len(lost)} processes did not come to their end; use fewer --processes")
-        rows = [Row(*json.loads(line)) for file in found for line in file.read_text(encoding="utf-8").splitlines()]
+        shares = [Share(numbers[place :: args.processes], Path(scratch) / f"rows-{place}.jsonl") for place in range(args.processes)]
+        running = {_begin(share, args): share for share in shares}
+        while running:
+            child, status = os.wait()
+            share = running.pop(child)
+            if status:  # killed, perhaps by what its input did: that counts as a fault, and the rest is done by another
+                number = share.numbers[len(share.rows())]
+                print(f"{number}: the process that ran it ended with {os.waitstatus_to_exitcode(status)}", flush=True)
+                share.add(Row("unknown", "unknown", "fault", "lost process", 0.0))
+                running[_begin(share, args)] = share
+        rows = [row for share in shares for row in share.rows()]
     counts = counted(rows)
     print(json.dumps({name: counts[name] for name in ("inputs", "ended", "faults")}, indent=1))
     if args.json:
@@ -100,15 +131,16 @@ def main() -> None:
     sys.exit(1 if counts["faults"] else 0)
 
 
-def _share(numbers: Sequence[int], rows: Path, args: argparse.Namespace) -> int:
-    """A process that runs these inputs and writes a row of each."""
+def _begin(share: Share, args: argparse.Namespace) -> int:
+    """A process that runs what is left of a share and writes a row of each input."""
     if child := os.fork():
         return child
     code = CRASHED
     try:
-        fuzzer = Fuzzer(rows.with_suffix(".work"), args.seed, args.limit)
-        with open(rows, "w", encoding="utf-8", buffering=1) as file:
-            file.writelines(json.dumps(_reported(fuzzer, number, args)) + "\n" for number in numbers)
+        done = len(share.rows())
+        fuzzer = Fuzzer(share.file.with_name(f"{share.file.name}-{done}"), args.seed, args.limit)
+        for number in share.numbers[done:]:
+            share.add(_reported(fuzzer, number, args))
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -124,16 +156,6 @@ def _reported(fuzzer: Fuzzer, number: int, args: argparse.Namespace) -> Row:
         if args.keep:
             shutil.copytree(fuzzer.folder, args.keep / str(number), symlinks=True)
     return Row(given.start.command, given.kind, ended.how, ended.why, ended.seconds)
-
-
-class Row(NamedTuple):
-    """Of one input, what is counted."""
-
-    command: str
-    kind: str
-    how: str
-    why: str
-    seconds: float
 
 
 def counted(rows: Sequence[Row]) -> dict[str, Any]:

@@ -211,7 +211,10 @@ def _nodes(value: Any) -> Any:
 
 def change_tensors(file: Path, chance: random.Random) -> None:
     """Of a .safetensors or .cp file: weights that are missing, of another shape or type, not finite, huge or a pickle."""
-    stored = safetensors.torch.load_file(file) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)["model_dict"]
+    # Read, not mapped: the file is written again.
+    stored = (
+        safetensors.torch.load(file.read_bytes()) if file.suffix == ".safetensors" else torch.load(file, weights_only=True)["model_dict"]
+    )
     name = chance.choice(list(stored))
     value = stored[name]
     others: list[Any] = [

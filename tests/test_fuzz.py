@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("resource", reason="processes are forked and limited as POSIX has it")
 
-INPUTS = 45
+INPUTS = 30
 SLOW = ("bench", "compare", "quickstart", "reproduce")
 
 
