@@ -158,7 +158,7 @@ def read_json(path: str | Path) -> Any:
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
-def read_object(path: str | Path) -> dict[str, Any] | None:
+def read_if_whole(path: str | Path) -> dict[str, Any] | None:
     """A JSON object; None where the file is missing, empty or cut off, as where its writer was killed."""
     try:
         found = read_json(path)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contaccum.common.lock import alone_in
-from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_json, read_object, remove_parts, write_json
+from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, read_json, remove_parts, write_json
 from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared, smaller_collection
 from contaccum.comparison.watch import Work, run_all
@@ -229,7 +229,7 @@ def pooling_of(model: str) -> str:
 def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequence[str], seeds: int, asked: dict[str, Any]) -> Sizes:
     """Decided once: a comparison that goes on has the same."""
     file = folder / "sizes.json"
-    if (stored := read_object(file)) is not None:
+    if (stored := read_if_whole(file)) is not None:
         return Sizes(**stored)
     from contaccum.experiments.baselines import untrained_model
 
@@ -276,13 +276,13 @@ def _run(cells: Sequence[Cell], folder: Path, ready: Ready, size: Sizes, found: 
     work = []
     for cell in cells:
         place = folder / "cells" / cell.name
-        if read_object(place / "result.json") is None:
+        if read_if_whole(place / "result.json") is None:
             write_json(place / "cell.json", {**asdict(cell), "data": asdict(ready)})
             work.append(Work(cell.name, place, size.updates(found.rows) if cell.kind == "train" else 0))
     if work:
         environment = {name: str(size.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         run_all(work, size.jobs, size.n_total, {**environment, "TOKENIZERS_PARALLELISM": "false"}, say)
-    failed = [cell.name for cell in cells if read_object(folder / "cells" / cell.name / "result.json") is None]
+    failed = [cell.name for cell in cells if read_if_whole(folder / "cells" / cell.name / "result.json") is None]
     for name in failed:
         log = folder / "cells" / name / "cell.log"
         say(f"failed: {name}; the end of {log}:\n{end_of(log, 4)}")

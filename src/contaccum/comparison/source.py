@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import read_object, scratch_for, write_json
+from contaccum.common.outputs import read_if_whole, scratch_for, write_json
 from contaccum.data.guess import guess_columns
 from contaccum.data.held_out import hold_out
 from contaccum.data.prepare import prepare
@@ -58,7 +58,7 @@ class Prepared:
 def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | None = None, most_test: int | None = None) -> Prepared:
     """The source under `folder`, whole or not at all; what is there already is used again."""
     known = folder / "prepared.json"
-    if (stored := read_object(known)) is not None:
+    if (stored := read_if_whole(known)) is not None:
         return Prepared(**stored)
     if folder.exists():  # of a process that was killed before it wrote the above
         shutil.rmtree(folder)

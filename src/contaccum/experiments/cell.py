@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import CheckpointError, DivergedError
-from contaccum.common.outputs import read_object, write_json
+from contaccum.common.outputs import read_if_whole, write_json
 from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
 from contaccum.experiments.pretrain import FINE_TUNED, ZERO_SHOT, shown
@@ -53,7 +53,7 @@ def _trained(run: Path, options: dict[str, Any]) -> dict[str, Any]:
     if share is not None:
         options["query_bank_stop_update"] = round(share * _updates(options))
     config = TrainConfig(**options)
-    return read_object(run / "summary.json") or train(config, resume=(run / "config.yaml").exists())
+    return read_if_whole(run / "summary.json") or train(config, resume=(run / "config.yaml").exists())
 
 
 def _pretrain(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:

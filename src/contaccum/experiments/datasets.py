@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import read_object, whole_path, write_json, write_jsonl, write_text
+from contaccum.common.outputs import read_if_whole, whole_path, write_json, write_jsonl, write_text
 from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.queries import Query, read_queries
@@ -46,7 +46,7 @@ def ready(name: str, source: Path | None, folder: Path, scale: Scale) -> Ready:
     if name not in DATASETS:
         raise ValueError(f"dataset {name!r} is unknown; choose one of {', '.join(DATASETS)}")
     known = folder / "ready.json"
-    if (stored := read_object(known)) is not None:
+    if (stored := read_if_whole(known)) is not None:
         return Ready(**{**stored, "metrics": tuple(stored["metrics"])})
     dataset = DATASETS[name]
     check_source(name, source)

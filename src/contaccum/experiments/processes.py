@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from contaccum.common.outputs import read_object
+from contaccum.common.outputs import read_if_whole
 from contaccum.experiments.cell import run_cell, told
 
 Ended = tuple[str, bool, float]  # a cell's name, whether it came to its end, seconds
@@ -43,7 +43,7 @@ def _run_here(folder: Path) -> bool:
         run_cell(folder)
     except Exception as error:  # reported at the end, like that of a process
         _note(folder, told(error))
-    return read_object(folder / "result.json") is not None
+    return read_if_whole(folder / "result.json") is not None
 
 
 def run_apart(folder: Path, environment: Mapping[str, str] | None = None) -> bool:

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.lock import alone_in
-from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_object, remove_parts, whole_path, write_json, write_text
+from contaccum.common.outputs import (
+    check_output,
+    gone_if_refused,
+    is_unused,
+    read_if_whole,
+    remove_parts,
+    whole_path,
+    write_json,
+    write_text,
+)
 from contaccum.common.provenance import provenance
 from contaccum.experiments import pretrain
 from contaccum.experiments.datasets import Ready, check_source, corpus_texts, ready
@@ -158,7 +167,7 @@ def _run_all(cells: Sequence[tuple[str, Path]], jobs: int, say: Callable[[str], 
 
 
 def _result(folder: Path) -> dict[str, Any] | None:
-    return read_object(folder / "result.json")
+    return read_if_whole(folder / "result.json")
 
 
 def _write(request: Request, experiment: Experiment, finished: list[tuple[Cell, dict[str, Any]]]) -> dict[str, Any]:

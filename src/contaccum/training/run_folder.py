@@ -19,7 +19,7 @@ import yaml
 from contaccum.adapters.checkpoint_folders import checkpoints_in, last_complete_checkpoint
 from contaccum.common.errors import CheckpointError, not_saved
 from contaccum.common.lock import alone_in
-from contaccum.common.outputs import check_output, is_unused, read_object, remove_parts, whole_path, write_json, write_text
+from contaccum.common.outputs import check_output, is_unused, read_if_whole, remove_parts, whole_path, write_json, write_text
 from contaccum.common.provenance import provenance
 from contaccum.methods.config import AUTO, TrainConfig, load_config
 
@@ -53,7 +53,7 @@ def begin(run: Path, config: TrainConfig, processes: int) -> None:
 
 def finished(run: Path) -> dict[str, Any] | None:
     """The summary of a run that came to its end."""
-    return read_object(run / "summary.json")
+    return read_if_whole(run / "summary.json")
 
 
 def finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def checkpoint_to_resume(run: Path, config: TrainConfig, processes: int) -> Path
         raise ValueError(f"{run} was started with {name}={before[name]!r}, not {value!r}; resume it unchanged or use another --output")
     if finished(run) is not None:
         raise ValueError(f"{run} is finished: its model is in {run / 'model'}")
-    begun = (read_object(run / "run.json") or {}).get("processes", processes)
+    begun = (read_if_whole(run / "run.json") or {}).get("processes", processes)
     if begun != processes:
         remedy = "without torchrun" if begun == 1 else f"under torchrun --nproc-per-node {begun}"
         raise ValueError(f"{run} was started by {begun} processes, not {processes}; resume it {remedy}, or use another --output")
