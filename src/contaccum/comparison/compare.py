@@ -116,10 +116,10 @@ def compare(
     folder = Path(output)
     with _claimed(folder, {**request, **asked, "columns": asdict(columns)}):
         found = prepared(data, folder / "data", columns, subset)
+        base["pooling"] = base.get("pooling") or pooling_of(model)
+        size = _sizes(folder, found, base, [options["method"] for options in chosen.values()], len(seeds), asked)
     for line in found.lines:
         tell(line)
-    base["pooling"] = base.get("pooling") or pooling_of(model)
-    size = _sizes(folder, found, base, [options["method"] for options in chosen.values()], len(seeds), asked)
     base["max_seq_length"] = size.tokens
     for line in described(size, found, str(model), memory):
         tell(line)
