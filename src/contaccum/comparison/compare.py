@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contaccum.common.inputs import read_object
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, read_json, remove_parts, write_json
 from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, described, sizes
@@ -31,6 +32,7 @@ from contaccum.methods.table import get_method, split_update
 if TYPE_CHECKING:
     from contaccum.report.summary import Summary
 
+WHOLE = "give a model folder or a hub name whose files are whole"
 METHODS = ("gradaccum", "gradcache", "contaccum")
 METRICS = ("MRR@10", "NDCG@10", "Recall@1", "Recall@20", "Recall@100")
 BEFORE, WORDS = "before training", "BM25"
@@ -211,9 +213,11 @@ def _tokens(model: str) -> int:
     """The model's own limit, where it has one, but no more than is usual."""
     from sentence_transformers.util import load_file_path
 
-    most = 256 if _gpu() else 128
+    from contaccum.memory.prediction.towers import longest
+
+    most = longest(model, None, 256 if _gpu() else 128)
     own = load_file_path(str(model), "sentence_bert_config.json")
-    return min(most, (read_json(own).get("max_seq_length") or most) if own else most)
+    return min(most, (read_object(own, WHOLE).get("max_seq_length") or most) if own else most)
 
 
 def pooling_of(model: str) -> str:
@@ -221,7 +225,7 @@ def pooling_of(model: str) -> str:
     from sentence_transformers.util import load_file_path
 
     known = load_file_path(str(model), "1_Pooling/config.json")
-    stored = read_json(known) if known else {}
+    stored = read_object(known, WHOLE) if known else {}
     names = {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}
     return next((name for name, flag in names.items() if stored.get(flag) or stored.get("pooling_mode") == name), "mean")
 
