@@ -145,7 +145,7 @@ def test_a_run_is_resumed_wherever_it_was_killed(run, name: str) -> None:
     assert train(TrainConfig(**arguments), resume=True)["resumed_at_update"] == update
     assert_bit_equal(whole, final_state(folder))
     assert (folder / "config.yaml").stat().st_mtime_ns == config  # written once
-    kept = {"config.yaml", "run.json", "log.jsonl", "diagnostics.jsonl", "checkpoints", "model", "summary.json"}
+    kept = {"config.yaml", "run.json", "log.jsonl", "checkpoints", "model", "summary.json"}
     assert {path.name for path in folder.iterdir()} == kept
 
 

@@ -208,7 +208,7 @@ def test_configurations_of_many_runs_fit_a_printed_page(browser: Chromium, tmp_p
     folders = [
         make_run(tmp_path / f"{'long' * 8}{i}", lr=1e-5 * (i + 1), **{f: "x" * (i % 5) * 8 + str(i) for f in fields}) for i in range(runs)
     ]
-    (tmp_path / "page.html").write_text(html_page(summary_of(folders), [], {}, None, "", "Many", "", {}, Answer([])))
+    (tmp_path / "page.html").write_text(html_page(summary_of(folders), [], {}, None, "", "Many", "", {}, Answer(["Many runs."])))
     browser.open(tmp_path / "page.html", width=718)  # A4 with margins of a centimetre
     browser.call("Emulation.setEmulatedMedia", media="print")
     widest = "Math.max(...[...document.querySelectorAll('#configuration table')].map(t => t.getBoundingClientRect().right))"

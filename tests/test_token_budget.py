@@ -143,7 +143,15 @@ def test_train_takes_a_budget_of_tokens(model_folder, tmp_path, method: str) -> 
     data = tmp_path / "varied.jsonl"
     data.write_text("".join(json.dumps({"query": r["query"], "positive": r["positive"]}) + "\n" for r in rows))
     config = TrainConfig(
-        data=str(data), model=model_folder, output=str(tmp_path / "run"), method=method, n_total=12, n_local=5, local_tokens=64, epochs=1
+        data=str(data),
+        model=model_folder,
+        output=str(tmp_path / "run"),
+        method=method,
+        max_seq_length=64,
+        n_total=12,
+        n_local=5,
+        local_tokens=64,
+        epochs=1,
     )
     train(config)
     micro_batches = [line["micro_batches"] for line in read_log(tmp_path / "run" / "log.jsonl")]

@@ -228,7 +228,7 @@ def _opened(output: Path, description: dict[str, Any], world: int) -> Iterator[N
     try:
         yield
     except Exception:
-        if new and world == 1 and read_entry_unchecked(output, 0) is None:
+        if new and world == 1 and all(file.name == MANIFEST or file.name.startswith(LOCK) for file in output.iterdir()):
             (output / MANIFEST).unlink()
         raise
 
