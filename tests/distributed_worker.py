@@ -63,6 +63,8 @@ def main(model_folder: str, data: str, output: str) -> None:
                 torch.save((trainer.model.state_dict(), loss.criterion.state_dict(), trainer.state.global_step), file)
             elif method.bank:  # every process holds the same bank
                 torch.save(loss.criterion.state_dict(), Path(output) / f"{name}-{hard_negatives}-rank.pt")
+    if processes > 1:
+        torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
 
 
 if __name__ == "__main__":

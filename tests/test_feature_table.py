@@ -126,6 +126,7 @@ CHECKS: dict[str, Checked] = {
 
 def table() -> dict[str, list[str]]:
     _, _, section = PAGE.read_text().partition("## Feature by feature")
+    section, _, _ = section.partition("\n## ")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     assert [name.strip("`") for name in lines[0][1:]] == list(KINDS)
     return {line[0]: line[1:] for line in lines[2:]}
