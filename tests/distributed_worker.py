@@ -16,6 +16,7 @@ from contaccum.methods.config import TrainConfig
 from contaccum.methods.loss import build_loss
 from contaccum.methods.table import METHODS, split_update
 from contaccum.towers.speed import unpad_towers
+from contaccum.training.processes import leave_processes
 
 COMBINED = "combined"  # several widths, all directions and a filter
 FOUR = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")
@@ -63,9 +64,14 @@ def main(model_folder: str, data: str, output: str) -> None:
                 torch.save((trainer.model.state_dict(), loss.criterion.state_dict(), trainer.state.global_step), file)
             elif method.bank:  # every process holds the same bank
                 torch.save(loss.criterion.state_dict(), Path(output) / f"{name}-{hard_negatives}-rank.pt")
-    if processes > 1:
-        torch.distributed.destroy_process_group()  # its threads must not outlive the interpreter
+
+
+def threads_between_processes() -> list[str]:
+    names = (file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm"))
+    return [name for name in names if "gloo" in name]
 
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave_processes()
+    assert not threads_between_processes()  # which may abort a process that ends

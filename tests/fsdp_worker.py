@@ -17,6 +17,7 @@ import contaccum
 from conftest import texts
 from contaccum import dual_encoder
 from contaccum.towers.speed import encoders, stacks
+from contaccum.training.processes import leave_processes
 
 MICRO_BATCH, MICRO_STEPS, UPDATES = 8, 2, 3
 
@@ -28,8 +29,6 @@ def main(model_folder: str, file: str) -> None:
     found = {name: train(model_folder, name, processes, rank) for name in ("ContAccumLoss", "CachedContAccumLoss")}
     if rank == 0:
         torch.save(found, file)
-    if processes > 1:
-        dist.destroy_process_group()
 
 
 def train(model_folder: str, loss_name: str, processes: int, rank: int) -> dict[str, Any]:
@@ -63,3 +62,4 @@ def train(model_folder: str, loss_name: str, processes: int, rank: int) -> dict[
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    leave_processes()

@@ -36,6 +36,7 @@ def train(
 
     Example: contaccum train --data acl --model bert-base-uncased --n-total 128 --n-local 8 --bank 1024 --memory 11GB --output runs/first
     """
+    from contaccum.training.processes import leave_processes
     from contaccum.training.run import train as run_training
 
     overrides = {**named_recipe(recipe), **{name: value for name, value in options.items() if value is not None}}
@@ -46,7 +47,7 @@ def train(
     if speed is not None:
         chosen = _fastest(chosen, speed, resume)
     summary = run_training(chosen, resume=resume)
-    _leave_processes()
+    leave_processes()
     if os.environ.get("RANK", "0") != "0":
         return  # one process speaks for all
     metrics = {} if test_set is None else _test_metrics(chosen, test_set)
@@ -56,14 +57,6 @@ def train(
         loss = "" if summary["final_loss"] is None else f", loss {summary['final_loss']:.4f}"  # of a run whose log was lost
         print(f"{summary['updates']:,} updates, {summary['samples_per_second']:.0f} samples/s{loss}")
         print("".join(f"{name:<12}{100 * value:8.1f}\n" for name, value in metrics.items()), end="")
-
-
-def _leave_processes() -> None:
-    """The threads between processes must not outlive the interpreter: a process that ends with them may abort."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _fastest(config: TrainConfig, speed: str, resume: bool) -> TrainConfig:
