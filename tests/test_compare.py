@@ -24,7 +24,7 @@ from contaccum import compare
 from contaccum.cli import app
 from contaccum.common.errors import DataError
 from contaccum.comparison.compare import BEFORE, WORDS
-from contaccum.comparison.sizing import Sizes, sizes
+from contaccum.comparison.sizing import Sizes, Speed, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared
 from contaccum.data.readers.beir import read_qrels, read_texts
 from contaccum.data.training_set import load_training_set
@@ -239,7 +239,9 @@ def fake(count: int, passages: int = 0) -> Prepared:
 
 
 def chosen(data: Prepared, seconds_per_text: float, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Sizes:
-    monkeypatch.setattr("contaccum.comparison.sizing._probe", lambda data, model, threads, tokens: (2 * seconds_per_text, seconds_per_text))
+    monkeypatch.setattr(
+        "contaccum.comparison.sizing._probe", lambda *_: Speed(6 * seconds_per_text, 2 * seconds_per_text, seconds_per_text)
+    )
     given = {"n_total": None, "n_local": None, "epochs": None, "tokens": 128, "fixed_tokens": False, "minutes": 10.0, **options}
     return sizes(data, lambda: None, ["gradaccum", "gradcache", "contaccum"], 1, **given)
 
@@ -259,6 +261,14 @@ def test_sizes_fit_the_rows_and_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 1000 <= slow.limit < 10_000
     assert chosen(fake(1_000_000), 0.02, monkeypatch, minutes=None).limit is None
     assert slow.limit < chosen(fake(1_000_000), 0.02, monkeypatch, minutes=60.0).limit
+
+
+def test_three_runs_on_two_cores_take_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
+    size = chosen(fake(1000, passages=1), 1e-2, monkeypatch, epochs=1)
+    rest = 12 + 1e-2 + 6 * 700 * 1e-2  # beginning, judging and the curve
+    assert size.expected_seconds == pytest.approx(2 * (6e-2 * 1000 + rest))  # gradaccum and contaccum; GradCache beside them
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ WHOLE = "give a model folder or a hub name whose files are whole"
 METHODS = ("gradaccum", "gradcache", "contaccum")
 METRICS = ("MRR@10", "NDCG@10", "Recall@1", "Recall@20", "Recall@100")
 BEFORE, WORDS = "before training", "BM25"
-CPU_MINUTES = 10.0
+CPU_MINUTES = 15.0
 LONG = 500  # updates from which on a run has checkpoints
 
 
@@ -98,7 +98,7 @@ def compare(
         epochs: passes over the rows; left out: 1, up to 3 for few rows
         lr: peak learning rate; left out: 2e-5
         max_seq_length: tokens per text; left out: the model's, at most 128 on a CPU (64 where time is short) and 256 on a GPU
-        minutes: for training and search on a CPU; more data than that allows are taken in part. 0: no limit (default 10)
+        minutes: for training and search on a CPU; more data than that allows are taken in part. 0: no limit (default 15)
         seeds: of each method, with commas between (default 42)
         query_column: column of the query; left out: guessed
         positive_column: column of the relevant passage; left out: guessed

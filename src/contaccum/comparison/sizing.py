@@ -1,7 +1,7 @@
 """How large a comparison is: samples of an update, passes, and on a CPU as much of the data as fits in the time.
 
-A CPU's speed is measured: the model encodes a few pairs. An update is taken for three forward passes, GradCache's for four. Where that is
-longer than the time there is, the passes come down to one and texts to 64 tokens, then collection and training rows become a part.
+A CPU's speed is measured: the model trains on a few pairs and encodes as many. Where all together is longer than the time there is, the
+passes come down to one and texts to 64 tokens, then collection and training rows become a part.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from contaccum.comparison.source import Prepared
 from contaccum.methods.table import get_method
@@ -21,10 +21,9 @@ MOST_EPOCHS = 3  # ... but not more often than that
 N_TOTAL, N_LOCAL = 128, 8
 POINTS = 6  # of a learning curve
 DEV_PASSAGES = 500  # searched for each, besides the relevant ones
-PROBED = 64  # pairs
+PROBED = 32  # pairs
 SHORT = 64  # tokens
 FEWEST_ROWS, FEWEST_PASSAGES = 1000, 5000  # of a part
-TRAINING, GRADCACHE = 3.3, 4.4  # forward passes of a step
 STARTING = 12.0  # seconds until a process trains
 
 
@@ -42,6 +41,14 @@ class Sizes:
 
     def updates(self, rows: int) -> int:
         return math.ceil(self.epochs * math.ceil(min(rows, self.limit or rows) / self.n_total))
+
+
+class Speed(NamedTuple):
+    """Seconds of a CPU."""
+
+    trained: float  # a pair, forward and backward
+    again: float  # a pair's further forward pass, which GradCache makes
+    encoded: float  # a passage
 
 
 def sizes(
@@ -78,17 +85,16 @@ def sizes(
 
 
 def _fitting(
-    choices: Sequence[Sizes], data: Prepared, methods: Sequence[str], seeds: int, speeds: dict[int, tuple[float, float]], seconds: float
+    choices: Sequence[Sizes], data: Prepared, methods: Sequence[str], seeds: int, speeds: dict[int, Speed], seconds: float
 ) -> Sizes:
     """The first that fits, else the last with a part of the rows."""
 
     def expected(size: Sizes) -> float:
-        pair, passage = speeds[size.tokens]
-        rows, judged = min(data.rows, size.limit or data.rows), data.passages if size.passages is None else size.passages + data.queries
-        steps = sum(GRADCACHE if get_method(name).cached else TRAINING for name in methods)
-        curve = POINTS * (DEV_PASSAGES + 200) * passage
-        trained = seeds * (steps * rows * size.epochs * pair + len(methods) * (judged * passage + curve + STARTING))
-        return (trained + judged * passage + STARTING) / size.jobs
+        speed = speeds[size.tokens]
+        rows, passages = min(data.rows, size.limit or data.rows), data.passages if size.passages is None else size.passages + data.queries
+        judged, curve = STARTING + passages * speed.encoded, POINTS * (DEV_PASSAGES + 200) * speed.encoded
+        steps = [speed.trained + speed.again * get_method(name).cached for name in methods]
+        return _together([judged + curve + step * rows * size.epochs for step in steps] * seeds + [judged], size.jobs)
 
     for size in choices:
         if expected(size) <= seconds:
@@ -100,25 +106,51 @@ def _fitting(
     return replace(part, expected_seconds=expected(part))
 
 
-def _probe(data: Prepared, model: Any, threads: int, tokens: int) -> tuple[float, float]:
-    """Seconds in which so many threads of an idle machine encode a pair and a passage."""
+def _together(runs: Sequence[float], jobs: int) -> float:
+    """Seconds of them all, so many at once, the longest first."""
+    ends = [0.0] * jobs
+    for run in sorted(runs, reverse=True):
+        ends[ends.index(min(ends))] += run
+    return max(ends)
+
+
+def _probe(data: Prepared, model: Any, threads: int, tokens: int) -> Speed:
+    """What so many threads of an idle machine need."""
     import torch
 
     from contaccum.data.training_set import load_training_set
 
     rows = load_training_set(data.folder, "train", PROBED)
+    queries, positives = rows["query"][:], rows["positive"][:]
     model.max_seq_length, before = tokens, torch.get_num_threads()
     torch.set_num_threads(threads)
+
+    def embeddings(texts: Sequence[str]) -> Any:
+        return model(model.preprocess(list(texts)))["sentence_embedding"]
+
+    def train() -> None:
+        for first in range(0, len(queries), N_LOCAL):
+            part = slice(first, first + N_LOCAL)
+            (embeddings(queries[part]) * embeddings(positives[part])).sum().backward()
+
+    def look_again() -> None:
+        with torch.no_grad():
+            for first in range(0, len(queries), N_LOCAL):
+                embeddings(queries[first : first + N_LOCAL]), embeddings(positives[first : first + N_LOCAL])
+
     try:
-        model.encode(rows["positive"][:8], show_progress_bar=False)  # the first call is slow
-        times = []
-        for texts in (rows["query"][:], rows["positive"][:]):
-            started = time.process_time()  # not by the wall clock: what else runs now may end soon
-            model.encode(texts, batch_size=N_LOCAL, show_progress_bar=False)
-            times.append((time.process_time() - started) / threads / len(texts))
+        model.encode(positives[:8], show_progress_bar=False)  # the first call is slow
+        encoded = _seconds(lambda: model.encode(positives, batch_size=N_LOCAL, show_progress_bar=False))
+        model.train()
+        return Speed(*(seconds / threads / len(queries) for seconds in (_seconds(train), _seconds(look_again), encoded)))
     finally:
         torch.set_num_threads(before)
-    return sum(times), times[1]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.process_time()  # not by the wall clock: what else runs now may end soon
+    work()
+    return time.process_time() - started
 
 
 def described(size: Sizes, data: Prepared, model: str, memory: str | None) -> list[str]:
