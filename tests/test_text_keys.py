@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from contaccum import CachedContAccumLoss, ContAccumLoss
@@ -79,3 +83,24 @@ def test_equal_placeholders_stay_negatives_of_each_other(kind: type[ContAccumLos
     assert torch.allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
     banked = loss(columns(1), None)
     assert banked > kind(model, bank_size=0)(columns(1), None), "those in the bank are negatives too"
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_equal_texts_are_known_after_another_loss_has_seen_them(tiny_encoder: Callable[..., SentenceTransformer], others: int) -> None:
+    """A model writes its vectors, with dropout, into the features that the next loss of a sum gets."""
+    model = tiny_encoder(tied=True)
+    features = [model.preprocess(["w1", "w2", "w3"]), model.preprocess(["w4 w5"] * 3)]
+    loss = ContAccumLoss(model, bank_size=8)
+    for _ in range(others):
+        assert MultipleNegativesRankingLoss(model)(features, None) > 0.1
+    assert loss(features).abs() < 1e-6, "each passage is every query's positive: no negatives are left"
+
+
+def test_keys_of_a_static_embedding_are_those_of_the_texts(tokenizer_folder: str) -> None:
+    model = SentenceTransformer(modules=[StaticEmbedding(Tokenizer.from_file(f"{tokenizer_folder}/tokenizer.json"), embedding_dim=8)])
+    keys = token_keys(model.preprocess(["w1 w2", "w3", "w1 w2", "w2 w1"]))
+    assert keys[0] == keys[2]
+    assert len(keys.unique()) == 3
+    assert token_keys(model.preprocess(["w5", "w3"]))[1] == keys[1]
+    features = [model.preprocess(["w1", "w2", "w3"]), model.preprocess(["w4 w5"] * 3)]
+    assert ContAccumLoss(model, bank_size=8)(features).abs() < 1e-6

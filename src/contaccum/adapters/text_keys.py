@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What a model adds to the features of its inputs, which a loss may get that is not the first to see them.
+OUTPUTS = ("sentence_embedding", "token_embeddings", "all_layer_embeddings", "cls_token_embeddings")
+
 
 def token_keys(features: dict[str, Any]) -> Tensor | None:
     """A 64-bit key per text from its token ids without padding: (n,) int64, or None where the input is not text.
@@ -15,14 +18,16 @@ def token_keys(features: dict[str, Any]) -> Tensor | None:
     Images and sounds beside a text stand for one and the same token in it, so that their own values count too.
     """
     ids = features.get("input_ids")
-    if ids is None or ids.dim() != 2:
+    if ids is None:
         return None
     if "cu_seq_lens_q" in features:  # flattened: all texts in one row
         keys = _flattened_keys(ids.flatten(), features["cu_seq_lens_q"].to(torch.int64))
+    elif "offsets" in features:  # likewise, for a StaticEmbedding
+        keys = _flattened_keys(ids, torch.cat([features["offsets"], features["offsets"].new_tensor([len(ids)])]))
     else:
         keys = _padded_keys(ids, features.get("attention_mask"))
-    for _, values in sorted(features.items()):
-        if isinstance(values, Tensor) and values.is_floating_point():  # whatever describes a text is of whole numbers
+    for name, values in sorted(features.items()):
+        if isinstance(values, Tensor) and values.is_floating_point() and name not in OUTPUTS:  # what describes a text is of whole numbers
             keys = _mix(keys * _ODD + _content_keys(values, len(keys)))
     return keys
 
