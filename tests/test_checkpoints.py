@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sentence_transformers import SentenceTransformerTrainer
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from contaccum import ContAccumCallback, ContAccumLoss, ContAccumTrainer
 from contaccum.adapters.checkpoint_folders import last_complete_checkpoint
@@ -144,3 +144,37 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path) -> None:
     assert last_complete_checkpoint(tmp_path).name == "checkpoint-10"
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         last_complete_checkpoint(tmp_path / "checkpoint-2")
+
+
+class LowersScale(TrainerCallback):
+    """A schedule of the loss's scale."""
+
+    def __init__(self, loss: ContAccumLoss) -> None:
+        self.loss = loss
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.loss.scale = 5.0 + state.global_step
+
+
+@pytest.mark.parametrize("correction", [None, "mean+zero-sum"])
+def test_a_run_whose_scale_was_assigned_is_resumed(tiny_encoder, tmp_path: Path, correction: str | None) -> None:
+    found = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = tiny_encoder()
+        loss = ContAccumLoss(model, scale=5.0, bank_size=12, drift_correction=correction)
+        options = {"save_strategy": "steps", "save_steps": 2, "resume": resume}
+        trainer = trained(model, tmp_path, loss=loss, callbacks=[LowersScale(loss)], **options)
+        assert loss.scale == 5.0 + trainer.state.global_step
+        found.append(state_of(trainer))
+    assert_bit_equal(*found)
+
+
+@pytest.mark.parametrize("changed", [{"mask_labels": True}, {"mask_duplicates": False}, {"guide": True}, {"scale": 7.0}])
+def test_a_bank_with_other_keys_or_scores_is_refused(tiny_encoder, changed: dict[str, Any]) -> None:
+    model = tiny_encoder(tied=True)
+    if "guide" in changed:
+        changed = {"guide": tiny_encoder(tied=True, seed=1), "margin": 0.0}
+    saved = ContAccumLoss(model, bank_size=8, **({"margin": 0.0} if "guide" in changed else {})).criterion.state_dict()
+    (name,) = set(changed) - {"margin"}
+    with pytest.raises(ValueError, match=f"the saved bank is of {name}="):
+        ContAccumLoss(model, bank_size=8, **changed).criterion.load_state_dict(saved)

@@ -212,3 +212,25 @@ def test_banks_by_name_in_a_loop_of_one_s_own() -> None:
     assert torch.equal(both.bank.ages, apart[1].bank.ages)
     both.reset()
     assert both.bank_names == [""]
+
+
+def test_banks_are_resumed_by_the_names_of_their_data_sets(tiny_encoder, tmp_path) -> None:
+    """In whatever order the losses are given."""
+    data = DatasetDict({"a": dataset(40), "b": dataset(24)})
+    found = []
+    for name, names, resume in (("whole", "ab", None), ("resumed", "ba", str(tmp_path / "whole" / "checkpoint-3"))):
+        model = tiny_encoder()
+        loss: Any = {key: ContAccumLoss(model, bank_size=12) for key in names}
+        trainer = trained(model, tmp_path / name, loss=loss, data=data, save_strategy="steps", save_steps=3, resume=resume)
+        found.append((trainer.model.state_dict(), {key: banks_of(trainer.loss[key])[0] for key in "ab"}))
+    assert_bit_equal(found[0][0], found[1][0])
+    for key in "ab":
+        assert_bit_equal(found[0][1][key], found[1][1][key])
+    assert not torch.equal(found[0][1]["a"]["_queries"], found[0][1]["b"]["_queries"])
+
+
+def test_a_training_that_began_with_an_evaluation_is_resumed_without_a_callback(tiny_encoder, tmp_path) -> None:
+    options = {"trainer_class": SentenceTransformerTrainer, "eval_dataset": dataset(8), "eval_on_start": True, "save_strategy": "steps"}
+    whole = trained(tiny_encoder(dropout=0.0), tmp_path, **options, save_steps=2)
+    resumed = trained(tiny_encoder(dropout=0.0), tmp_path, **options, save_steps=2, resume=str(tmp_path / "checkpoint-2"))
+    assert_bit_equal(state_of(whole), state_of(resumed))

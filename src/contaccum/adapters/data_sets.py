@@ -16,8 +16,9 @@ Losses = nn.Module | dict[str, nn.Module]
 
 
 def bank_losses(loss: Losses) -> Iterator[ContAccumLoss]:
-    """Each once, also where one serves several data sets."""
-    found = [m for part in (loss.values() if isinstance(loss, dict) else [loss]) for m in part.modules() if isinstance(m, ContAccumLoss)]
+    """Each once, also where one serves several data sets; by the names of their data sets, in whatever order those were given."""
+    parts = [loss[name] for name in sorted(loss)] if isinstance(loss, dict) else [loss]
+    found = [module for part in parts for module in part.modules() if isinstance(module, ContAccumLoss)]
     yield from dict.fromkeys(found)
 
 

@@ -24,6 +24,8 @@ from contaccum.core.finite import Finite
 from contaccum.core.infonce import Blocks, Columns, Gradients, Past, Rows
 from contaccum.core.rings import Rings
 
+STORED = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # types of vectors
+
 
 @dataclass(frozen=True)
 class Arrivals:
@@ -51,7 +53,7 @@ class DualBank(Rings, ABC):
             raise ValueError(
                 f"query_bank_size={query_size} must lie between 0 and bank_size={size}: an older query would have lost its positive"
             )
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if dtype not in STORED:
             raise ValueError(f"bank_dtype={dtype!r} cannot hold vectors; use torch.float32 or torch.bfloat16")
         super().__init__(size, query_size, dtype)
         self.how = how or Comparison()

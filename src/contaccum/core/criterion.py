@@ -89,6 +89,7 @@ class DualBankInfoNCE(nn.Module):
         size = AUTO_BANK if self.auto_bank else tuples("bank_size", bank_size)
         check_scale(scale)
         self.how = Comparison(float(scale), **comparison)
+        self._first_scale = float(scale)
         check_comparison(self.how)
         self.similarity = similarity
         self.clear_after_update = clear_after_update
@@ -107,6 +108,7 @@ class DualBankInfoNCE(nn.Module):
         self._selected = 0
         self.updates = 0
         self.observers: list[Callable[[MicroStep], None]] = []
+        self.kept_with: dict[str, Any] = {}  # what else a saved bank depends on, as who makes the keys knows it
 
     @property
     def scale(self) -> float:
@@ -125,6 +127,10 @@ class DualBankInfoNCE(nn.Module):
         """The bank in use."""
         bank: DualBank = self.banks[self._selected]  # type: ignore[assignment]
         return bank
+
+    @property
+    def bank_name(self) -> str:
+        return self.bank_names[self._selected]
 
     def use_bank(self, name: str = "") -> None:
         """Go on with the bank of this name, an empty one where there is none yet."""
@@ -229,7 +235,7 @@ class DualBankInfoNCE(nn.Module):
         loss, gradients, blocks = self._loss(rows, columns, past)
         self.bank.adjust(gradients)
         ages = None if past is None else self.bank.ages_by_slot
-        self._notify(MicroStep(rows, columns, past, blocks, loss, ages, self.bank_names[self._selected]))
+        self._notify(MicroStep(rows, columns, past, blocks, loss, ages, self.bank_name))
         return loss, gradients, blocks
 
     def _loss(self, rows: Rows, columns: Columns, past: Past | None) -> tuple[Tensor, Gradients, Blocks]:
@@ -310,6 +316,8 @@ class DualBankInfoNCE(nn.Module):
                     f"the saved bank is of {name}={settings[name]!r}, this loss has {name}={value!r}; "
                     "use what it was saved with, or start again"
                 )
+        if "present_scale" in settings:
+            self.how = replace(self.how, scale=settings["present_scale"])
         self._take_banks([state_dict.get(f"{prefix}banks.{i}._extra_state") for i in range(len(settings.get("bank_names", [])))])
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -320,14 +328,14 @@ class DualBankInfoNCE(nn.Module):
             self.banks, self._selected = nn.ModuleList([self._empty_bank(size) for size in sizes]), 0  # type: ignore[arg-type]
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {"updates": self.updates, "bank_names": self.bank_names, **self._bank_depends_on()}
+        return {"updates": self.updates, "bank_names": self.bank_names, "present_scale": self.scale, **self._bank_depends_on()}
 
     def _bank_depends_on(self) -> dict[str, Any]:
         """A saved bank fits a loss where these are equal."""
         dtype = None if self._bank_dtype in (None, torch.float32) else str(self._bank_dtype)
         compared = {name: getattr(self.how, name) for name in COMPARED_BY}
-        own = {"scale": self.scale, "similarity": self.similarity, "drift_correction": self.drift_correction}
-        return {**own, "bank_dtype": dtype, **compared}
+        own = {"scale": self._first_scale, "similarity": self.similarity, "drift_correction": self.drift_correction}
+        return {**own, "bank_dtype": dtype, "mask_duplicates": self.mask_duplicates, **compared, **self.kept_with}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.updates, self.bank_names = state["updates"], list(state["bank_names"])
