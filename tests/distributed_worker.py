@@ -27,7 +27,8 @@ def main(model_folder: str, data: str, output: str) -> None:
     for name, method in {**METHODS, COMBINED: METHODS["contaccum"]}.items():
         for hard_negatives in (0, 1):
             torch.manual_seed(0)
-            model = dual_encoder(model_folder, pooling="mean", max_seq_length=32)
+            # With a tokenizer given, each process writes and loads a folder of its own.
+            model = dual_encoder(model_folder, tokenizer=model_folder, pooling="mean", max_seq_length=32)
             for module in model.modules():
                 if isinstance(module, torch.nn.Dropout):
                     module.p = 0.0  # processes draw apart

@@ -150,8 +150,10 @@ class ReferenceInfoNCE:
                     too_similar = self.margin is not None and bool(
                         self._guided(row, other, asks, answers, j, similarity) > self._limit(row)
                     )
+                    if self._duplicate(row, other, j):
+                        continue
                     self.left_out += too_similar and (asks, answers) == ("query", "doc") and any(row is t for t in self.current)
-                    if too_similar or self._duplicate(row, other, j):
+                    if too_similar:
                         continue
                 hard = (asks, answers) == ("query", "doc") and self._hard(other is row, j)
                 found.append(self.scale * similarity + (self.hardness_strength * similarity.detach() if hard else 0.0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import DatasetDict
 from sentence_transformers import SentenceTransformer
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -251,3 +252,29 @@ def test_dev_mistakes_are_named(beir, model_folder, tmp_path, changes, message) 
     with pytest.raises(ValueError, match=message):
         train(TrainConfig(**options(str(beir), model_folder, tmp_path / "run", **{**base, **changes})))
     assert not (tmp_path / "run").exists()
+
+
+def test_drift_is_measured_in_the_bank_of_each_data_set(tiny_encoder, tmp_path) -> None:
+    """Without training or dropout the vectors in a bank are those of now, whichever data set they are of."""
+    model = tiny_encoder(dropout=0.0)
+    loss = ContAccumLoss(model, bank_size=12, drift_correction=None)
+    diagnostics = Diagnostics(tmp_path / "d.jsonl", loss, drift_every=1)
+    data = DatasetDict({"a": dataset(40), "b": dataset(24)})
+    trainer = ContAccumTrainer(
+        model=model, args=arguments(tmp_path, learning_rate=1e-12), train_dataset=data, loss=loss, callbacks=[diagnostics]
+    )
+    trainer.train()
+    cosines = [entry["passage_cosine"] for line in read_log(tmp_path / "d.jsonl") for entry in line["drift"]]
+    assert len(cosines) > 10
+    assert min(cosines) > 1 - 1e-5
+
+
+def test_negatives_that_are_left_out_are_counted(tiny_encoder, tmp_path) -> None:
+    counted = {}
+    for margin in (-10.0, 0.0):
+        model = tiny_encoder()
+        loss = ContAccumLoss(model, bank_size=8, margin=margin)
+        trained(model, tmp_path / "run", loss=loss, callbacks=[Diagnostics(tmp_path / "d.jsonl", loss, every=2)])
+        counted[margin] = [line["left_out_per_query"] for line in read_log(tmp_path / "d.jsonl") if "left_out_per_query" in line]
+    assert set(counted[-10.0]) == {0.0}
+    assert max(counted[0.0]) > 1

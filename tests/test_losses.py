@@ -14,9 +14,10 @@ from sentence_transformers.sentence_transformer.losses import CachedMultipleNega
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
-from conftest import assert_close, texts
-from contaccum import CachedContAccumLoss, ContAccumLoss
+from conftest import WORDS, assert_close, texts, tiny_config
+from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
 from contaccum.adapters.text_keys import token_keys
+from contaccum.towers.random_encoder import write_weights, write_word_tokenizer
 from reference import ReferenceInfoNCE
 
 
@@ -140,6 +141,27 @@ def test_a_guide_that_is_the_model_is_refused(tiny_encoder) -> None:
     model = tiny_encoder()
     with pytest.raises(ValueError, match="the guide is the model that is trained"):
         ContAccumLoss(model, guide=model)
+
+
+def test_a_guide_of_towers_with_two_vocabularies_is_refused(tiny_encoder, model_folder, tmp_path) -> None:
+    """It would read passages by the queries' words."""
+    write_word_tokenizer(reversed(WORDS), tmp_path)
+    write_weights(tiny_config(), tmp_path)
+    model = dual_encoder(model_folder, passage_model=tmp_path, max_seq_length=32)
+    with pytest.raises(ValueError, match="these have two"):
+        ContAccumLoss(model, guide=tiny_encoder(tied=True))
+
+
+def test_in_evaluation_the_loss_is_of_the_whole_batch(tiny_encoder) -> None:
+    model = tiny_encoder(dropout=0.0).eval()
+    sliced, whole = (ContAccumLoss(model, bank_size=8, micro_batch_size=size)(features(model, 6)) for size in (2, None))
+    assert torch.equal(sliced, whole)
+    assert whole > 0.1
+
+
+def test_labels_that_could_not_be_masked_are_refused(tiny_encoder) -> None:
+    with pytest.raises(ValueError, match="mask_labels=True has no effect with mask_duplicates=False"):
+        ContAccumLoss(tiny_encoder(), mask_labels=True, mask_duplicates=False)
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -372,6 +372,13 @@ def test_workers_tokenise_where_the_tokenizer_was_told_to_use_threads(jsonl, mod
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("names", ["nothing", "tensorboard, nothing"])
+def test_a_logger_that_is_not_there_is_one_line(names: str, jsonl, model_folder, tmp_path) -> None:
+    with pytest.raises(ValueError, match="report_to=nothing is not installed, or not known; pip install nothing"):
+        train(TrainConfig(**options(jsonl(32), model_folder, tmp_path / "run", report_to=names)))
+    assert not (tmp_path / "run").exists()
+
+
 def test_tensorboard_through_report_to(jsonl, model_folder, tmp_path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     train(TrainConfig(**options(jsonl(32), model_folder, tmp_path / "run", epochs=1, report_to="tensorboard", log_every=1)))

@@ -22,6 +22,10 @@ class Guide(nn.Module):
         mine: Any = getattr(guide, "tokenizer", None)
         if not (hasattr(theirs, "get_vocab") and hasattr(theirs, "batch_decode")):
             raise ValueError("a guide needs the texts, and the trained model has no tokenizer to get them back; use margin without a guide")
+        read_by: list[Any] = [getattr(part, "tokenizer", None) for part in model.modules()]
+        known = [tokenizer.get_vocab() for tokenizer in read_by if hasattr(tokenizer, "get_vocab")]
+        if any(vocabulary != known[0] for vocabulary in known):
+            raise ValueError("a guide reads the texts of both towers by one tokenizer, and these have two; use margin without a guide")
         if guide is model:
             raise ValueError("the guide is the model that is trained; leave it out and use margin, or give a copy of it")
         self.guide = guide.requires_grad_(False)

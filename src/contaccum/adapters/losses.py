@@ -100,6 +100,8 @@ class ContAccumLoss(nn.Module):
             raise ValueError(f"similarity_fct={name} has no closed form here; use sentence_transformers.util.cos_sim or dot_score")
         if micro_batch_size is not None and whole_number("micro_batch_size", micro_batch_size) < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1, or None for the whole batch")
+        if mask_labels and not bank_options.get("mask_duplicates", True):
+            raise ValueError("mask_labels=True has no effect with mask_duplicates=False; leave one of them out")
         self.micro_batch_size = micro_batch_size
         self.model = model
         self.similarity_fct = similarity_fct
@@ -119,6 +121,7 @@ class ContAccumLoss(nn.Module):
             margin_strategy=margin_strategy,
             **bank_options,
         )
+        self.criterion.kept_with = {"mask_labels": mask_labels, "guide": guide is not None}
 
     @property
     def scale(self) -> float:
@@ -139,7 +142,7 @@ class ContAccumLoss(nn.Module):
             return self._at_width(decorator, features, labels)
         batch = self._batch(features, labels)
         embeddings = embed_columns(self.model, features)
-        size = self.micro_batch_size or len(embeddings[0])
+        size = (self.micro_batch_size if self.model.training else None) or len(embeddings[0])
         starts = range(0, len(embeddings[0]), size)
         losses = [self.compute_loss_from_embeddings(_slice(embeddings, i, size), labels, batch.part(i, size)) for i in starts]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()

@@ -187,6 +187,8 @@ def _blocks(how: Comparison, rows: Rows, columns: Columns, past: Past | None) ->
 
 
 def _left_out(how: Comparison, rows: Rows, columns: Columns) -> Tensor:
+    """How many for their similarity alone: duplicates are none."""
     mask = too_similar(how, "query_to_doc", rows, columns, _similarity(rows.queries, columns.passages))
     assert mask is not None
-    return mask.sum()
+    duplicates = duplicate_mask(rows, columns)
+    return (mask if duplicates is None else mask & ~duplicates).sum()

@@ -143,7 +143,7 @@ class TrainConfig:
     dev_passages: int | None = option(EVALUATION, None, "search the relevant passages and this many others instead of all")
     threads: int | None = option(MEMORY, None, "PyTorch's threads on a CPU; left out: its own choice")
     workers: int | None = option(DATA, None, "processes that tokenise ahead; left out: 2 on a GPU, else none")
-    report_to: str = option(SAVING, "none", "also log to tensorboard, wandb, ...")
+    report_to: str = option(SAVING, "none", "also log to these, with commas: tensorboard, wandb, trackio, ...")
 
     @property
     def bank_size(self) -> int:

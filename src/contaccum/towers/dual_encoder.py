@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from sentence_transformers import SentenceTransformer, SimilarityFunction
 from sentence_transformers.sentence_transformer.modules import Pooling, Router, Transformer
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
     DPRContextEncoder,
     DPRQuestionEncoder,
     PretrainedConfig,
+    PreTrainedModel,
 )
 
 from contaccum.common.errors import DataError
@@ -148,22 +150,22 @@ def _as_folder(source: Source | DPRPart, tokenizer: str | Path | None, scratch: 
         config = load_encoder_config(tokenizer or "bert-base-uncased", "tokenizer")
         if not isinstance(config, BertConfig):
             raise DataError(f"tokenizer={tokenizer} names a {type(config).__name__}, but {source} is a BERT checkpoint")
-        source.load(config).save_pretrained(scratch)
+        _save_model(source.load(config), scratch)
         _save_tokenizer(tokenizer or "bert-base-uncased", scratch)
         return scratch
     if isinstance(source, PretrainedConfig):
         if tokenizer is None:
             raise DataError(f"{type(source).__name__} says nothing of the tokenizer; give tokenizer=NAME")
-        AutoModel.from_config(source).save_pretrained(scratch)
+        _save_model(AutoModel.from_config(source), scratch)
         _save_tokenizer(tokenizer, scratch)
         return scratch
     config = load_encoder_config(source)
     if config.model_type == "dpr":  # transformers' DPR classes wrap a BERT; the tower is the BERT
-        _dpr_bert(source, config).save_pretrained(scratch)
+        _save_model(_dpr_bert(source, config), scratch)
         _save_tokenizer(tokenizer or source, scratch)
         return scratch
     if tokenizer is not None:
-        AutoModel.from_pretrained(source).save_pretrained(scratch)
+        _save_model(AutoModel.from_pretrained(source), scratch)
         _save_tokenizer(tokenizer, scratch)
         return scratch
     return str(source)
@@ -174,6 +176,12 @@ def load_encoder_config(source: str | Path, what: str = "model") -> PretrainedCo
     with readable(f"no {what} can be read from {source}", WHOLE):
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
     return config
+
+
+def _save_model(model: PreTrainedModel, folder: str) -> None:
+    """In each of several processes; `save_pretrained` writes in the first alone."""
+    model.config.save_pretrained(folder)
+    save_model(model, str(Path(folder) / "model.safetensors"), metadata={"format": "pt"})
 
 
 def _save_tokenizer(source: str | Path, folder: str) -> None:

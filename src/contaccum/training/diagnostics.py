@@ -62,6 +62,7 @@ class Diagnostics(FlushedLog):
         self.waiting: list[dict[str, Any]] = []
         self.norms: dict[str, Tensor] = {}
         self.scores: Scores | None = None
+        self.left_out: list[Tensor] = []  # negatives of a query that were too similar, by micro-step
         self.watch = Stopwatch()
         self.counted, self.since = 0, time.perf_counter()  # samples
         self.warned: set[str] = set()
@@ -75,6 +76,8 @@ class Diagnostics(FlushedLog):
 
     def _observe(self, step: MicroStep) -> None:
         self.counted += len(step.rows)
+        if step.blocks.left_out is not None and self._due(self.every):
+            self.left_out.append(step.blocks.left_out / len(step.rows))
         if self._due(self.mass_every):
             self.scores = Scores.of(step)  # the update's last micro-step stays
 
@@ -103,6 +106,8 @@ class Diagnostics(FlushedLog):
         if timed := self._due(self.every):
             line["watch"], self.watch = self.watch, Stopwatch()
             line |= {"memory": memory(self.loss.criterion.bank), "bank_shift": bank_shift(self.loss.criterion.bank)}
+            if self.left_out:
+                line["left_out"], self.left_out = self.left_out, []
         self.waiting.append(line)
         self.update = state.global_step + 1
         if timed or "drift" in line:
@@ -127,6 +132,8 @@ class Diagnostics(FlushedLog):
         norms = dict(zip(of_tower, numbers(list(of_tower.values())), strict=True))
         entry = {"update": line.pop("update"), **{f"{name}_grad_norm": norm for name, norm in norms.items()}}
         entry["grad_norm_ratio"] = norms["passage"] / norms["query"] if norms.get("query") else None
+        if left_out := numbers(line.pop("left_out", [])):
+            entry["left_out_per_query"] = sum(left_out) / len(left_out)
         watch: Stopwatch | None = line.pop("watch", None)
         if watch is not None:
             entry["seconds"] = watch.seconds(PHASES)  # waits for the GPU, hence the clock is right

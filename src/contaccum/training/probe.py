@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class BankProbe:
 
     def __init__(self, loss: ContAccumLoss) -> None:
         self.loss = loss
-        self.texts: dict[int, list[dict[str, Any]]] = {}  # first tuple's number -> columns of features of TEXTS_PER_MICRO_BATCH tuples
+        # bank -> its first tuple's number -> columns of features of TEXTS_PER_MICRO_BATCH tuples
+        self.texts: defaultdict[str, dict[int, list[dict[str, Any]]]] = defaultdict(dict)
         loss.register_forward_pre_hook(self._keep)
 
     def _keep(self, _: Any, arguments: tuple[Any, ...]) -> None:
@@ -36,16 +38,18 @@ class BankProbe:
         gathered = self.loss.gather_across_devices and dist.is_available() and dist.is_initialized()
         size = len(columns[0]["input_ids"])
         first = bank.count + (dist.get_rank() * size if gathered else 0)
-        self.texts = {number: kept for number, kept in self.texts.items() if number >= bank.count - len(bank)}
-        self.texts[first] = [_first_texts(column, size) for column in columns]
+        kept = self.texts[self.loss.criterion.bank_name]
+        for number in [number for number in kept if number < bank.count - len(bank)]:
+            del kept[number]
+        kept[first] = [_first_texts(column, size) for column in columns]
 
     def drift(self) -> list[dict[str, Any]]:
-        """Mean cosine of bank and present, by age: one entry per update that the bank reaches back."""
+        """Mean cosine of the bank in use and the present, by age: one entry per update that the bank reaches back."""
         bank = self.loss.criterion.bank
         passages, ages, oldest = bank.passages, bank.ages, bank.count - len(bank)
         queries = bank.queries
         found: dict[float, list[tuple[float | None, float]]] = {}
-        for first, columns in self.texts.items():
+        for first, columns in self.texts[self.loss.criterion.bank_name].items():
             now = self._encoded(columns)
             for i, (query, passage) in enumerate(zip(*now, strict=True)):
                 place = first + i - oldest

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from sentence_transformers import SentenceTransformerTrainingArguments
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from contaccum.methods.config import TrainConfig
 from contaccum.methods.table import Batches
@@ -60,10 +61,19 @@ def training_arguments(
         ddp_find_unused_parameters=batches.mini is not None,
         router_mapping=routes,
         prompts={column: prompt for column, prompt in prompts.items() if prompt},
-        report_to=config.report_to,
+        report_to=_reports(config.report_to),
         use_cpu=not torch.accelerator.is_available(),  # without this, several processes on CPUs would each train alone
         disable_tqdm=True,
     )
+
+
+def _reports(names: str) -> list[str]:
+    """Where else to log, each of them installed."""
+    reports = [name.strip() for name in names.split(",")]
+    for name in reports:
+        if name not in ("none", "all", *get_available_reporting_integrations()):
+            raise ValueError(f"report_to={name} is not installed, or not known; pip install {name}, or leave it out")
+    return reports
 
 
 def _updates(config: TrainConfig, batches: Batches, processes: int, rows: int) -> int:
