@@ -22,6 +22,7 @@ from transformers import PrinterCallback, set_seed
 
 from contaccum import ContAccumLoss
 from contaccum.common.provenance import provenance
+from contaccum.core.comparison import DIRECTIONS
 from contaccum.data.training_set import load_training_set
 from contaccum.training.dev import dev_evaluator
 
@@ -31,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "in-batch, symmetric": {"bank_size": 0, **SYMMETRIC},
     "contaccum": {},
     "contaccum, symmetric": SYMMETRIC,
+    "contaccum, four directions": {"directions": DIRECTIONS},
     "contaccum, margin -0.1": {"margin": -0.1},
     "contaccum, margin 5 %": {"margin": 0.05, "margin_strategy": "relative"},
     "contaccum, guide": {"margin": 0.0},

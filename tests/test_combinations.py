@@ -37,14 +37,14 @@ class Recorder:
     """The micro-batches that came to a loss, in order, and what it said."""
 
     def __init__(self, loss: nn.Module) -> None:
-        self.batches: list[tuple[list[dict[str, Any]], Any]] = []
+        self.batches: list[tuple[list[dict[str, Any]], Any, Any]] = []  # columns, the state of Python's random numbers, labels
         self.values: list[float] = []
         loss.register_forward_pre_hook(self._before)
         loss.register_forward_hook(lambda _, arguments, value: self.values.append(value.item()))
 
     def _before(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
         columns = [{k: v.clone() if isinstance(v, Tensor) else v for k, v in column.items()} for column in arguments[0]]
-        self.batches.append((columns, random.getstate()))
+        self.batches.append((columns, random.getstate(), arguments[1] if len(arguments) > 1 else None))
 
 
 def by_hand(
@@ -58,8 +58,9 @@ def by_hand(
     """The recorded training once more: two micro-batches an update, plain SGD, the naive loss."""
     values: list[float] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for number, (columns, state) in enumerate(recorder.batches):
+    for number, (columns, state, labels) in enumerate(recorder.batches):
         keys = [token_keys(column) for column in columns]
+        keys = keys if labels is None else [labels, *keys[1:]]
         arguments: dict[str, Any] = {"query_keys": keys[0], "passage_keys": torch.stack(keys[1:], 1)}
         if guide is not None:
             vectors = [guide(dict(column))["sentence_embedding"] for column in columns]
@@ -109,13 +110,25 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "matryoshka, one width a step, never the whole": {"matryoshka": {"matryoshka_dims": [12, 8, 4], "n_dims_per_step": 1}},
     "matryoshka as in the paper": {"matryoshka": {"matryoshka_dims": [16, 4]}, "drift_correction": None},
     "matryoshka with a guide, four directions": {"matryoshka": {"matryoshka_dims": [16, 4]}, "directions": FOUR, "guided": True},
+    "positives alone in the bank": {"cache_hard_negatives": False},
+    "fewer queries than passages": {"query_bank_size": 6},
+    "no queries in the bank, as in the paper": {"query_bank_size": 0, "drift_correction": None},
+    "a bank later, queries until later": {"start_update": 1, "query_bank_stop_update": 3},
+    "cleared after every update": {"clear_after_update": True},
+    "the paper's gradients": {"gradient_scale": "paper", "drift_correction": None},
+    "a bank in bfloat16": {"bank_dtype": torch.bfloat16, "drift_correction": None},
+    "nothing masked": {"mask_duplicates": False},
+    "labels masked": {"mask_labels": True},
+    "GradCache by tokens": {"mini_batch_num_tokens": 12},
 }
 
 
-ALSO_CACHED = ("four directions", "guide", "matryoshka", "matryoshka, one width a step, never the whole")
+ALSO_CACHED = ("four directions", "guide", "matryoshka", "matryoshka, one width a step, never the whole", "labels masked")
+ONLY_CACHED = ("GradCache by tokens",)
+CASES = [*((name, False) for name in COMBINATIONS if name not in ONLY_CACHED), *((name, True) for name in (*ALSO_CACHED, *ONLY_CACHED))]
 
 
-@pytest.mark.parametrize(("name", "cached"), [*((name, False) for name in COMBINATIONS), *((name, True) for name in ALSO_CACHED)])
+@pytest.mark.parametrize(("name", "cached"), CASES)
 @pytest.mark.filterwarnings("ignore:The model's embedding dimension")
 def test_a_training_equals_the_reference_by_hand_and_resumes(tiny_encoder, tmp_path: Path, name: str, cached: bool) -> None:
     options = dict(COMBINATIONS[name])
@@ -130,7 +143,9 @@ def test_a_training_equals_the_reference_by_hand_and_resumes(tiny_encoder, tmp_p
         recorder = Recorder(loss)
         arguments = {"optim": "sgd", "learning_rate": LR, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "router_mapping": ROUTES}
         saved = {"save_strategy": "steps", "save_steps": 2, "resume": resume, "num_train_epochs": 2}
-        trained(model, tmp_path, SentenceTransformerTrainer, loss, triplets(), **arguments, **saved)
+        data = triplets()
+        data = data.add_column("label", [i % 5 for i in range(len(data))]) if options.get("mask_labels") else data
+        trained(model, tmp_path, SentenceTransformerTrainer, loss, data, **arguments, **saved)
         return model, recorder, loss
 
     model, recorder, loss = train()
@@ -140,7 +155,7 @@ def test_a_training_equals_the_reference_by_hand_and_resumes(tiny_encoder, tmp_p
         BANK, 5.0, "cosine", drift_correction=criterion.drift_correction, **{"margin": 0.0 if guided else None, **without(options)}
     )
     values = by_hand(again.train(), recorder, reference, guide, loss if widths else None, cached)
-    assert len(criterion.bank) == BANK
+    assert len(criterion.bank) == (0 if options.get("clear_after_update") else BANK)
     assert len(values) == len(recorder.values) == 16
     assert recorder.values == pytest.approx(values, rel=1e-4)
     assert_close(model.state_dict(), again.state_dict())
@@ -149,7 +164,8 @@ def test_a_training_equals_the_reference_by_hand_and_resumes(tiny_encoder, tmp_p
 
 
 def without(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "drift_correction"}
+    """Options of the reference."""
+    return {name: value for name, value in options.items() if name not in ("drift_correction", "mask_labels", "mini_batch_num_tokens")}
 
 
 def test_a_token_budget_changes_how_often_models_run_and_nothing_else(tiny_encoder, tmp_path) -> None:
