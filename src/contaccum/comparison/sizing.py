@@ -119,7 +119,6 @@ def _probe(data: Prepared, model: Any, threads: int, tokens: int) -> Speed:
     import torch
 
     from contaccum.data.training_set import load_training_set
-    from contaccum.towers.onednn import onednn_where_it_suits
 
     rows = load_training_set(data.folder, "train", PROBED)
     queries, positives = rows["query"][:], rows["positive"][:]
@@ -140,11 +139,10 @@ def _probe(data: Prepared, model: Any, threads: int, tokens: int) -> Speed:
                 embeddings(queries[first : first + N_LOCAL]), embeddings(positives[first : first + N_LOCAL])
 
     try:
-        with onednn_where_it_suits(model):
-            model.encode(positives[:8], show_progress_bar=False)  # the first call is slow
-            encoded = _seconds(lambda: model.encode(positives, batch_size=N_LOCAL, show_progress_bar=False))
-            model.train()
-            return Speed(*(seconds / threads / len(queries) for seconds in (_seconds(train), _seconds(look_again), encoded)))
+        model.encode(positives[:8], show_progress_bar=False)  # the first call is slow
+        encoded = _seconds(lambda: model.encode(positives, batch_size=N_LOCAL, show_progress_bar=False))
+        model.train()
+        return Speed(*(seconds / threads / len(queries) for seconds in (_seconds(train), _seconds(look_again), encoded)))
     finally:
         torch.set_num_threads(before)
 

@@ -18,7 +18,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -49,7 +48,6 @@ from contaccum.experiments.workloads import (
 )
 from contaccum.memory.limit import limit_memory
 from contaccum.towers.cuda_graphs import check_graphs, graph_towers, ungraph_towers
-from contaccum.towers.onednn import onednn_where_it_suits
 from contaccum.towers.speed import COUNTS, check_unpadded, compile_towers, encoders, repad_towers, uncompile_towers, unpad_towers
 
 CLIP = 2.0
@@ -240,8 +238,7 @@ def _turn(case: Case, model: SentenceTransformer, optimizer: torch.optim.Optimiz
         graph_towers(model)
     set_precision(model, work.precision)
     try:
-        with nullcontext() if work.compile else onednn_where_it_suits(model):  # as train does
-            return _timed(VARIANTS[case.way], model, optimizer, work, updates, seed)
+        return _timed(VARIANTS[case.way], model, optimizer, work, updates, seed)
     except torch.OutOfMemoryError:
         return Turn([], failed="out of memory")
     except TorchDynamoException as error:

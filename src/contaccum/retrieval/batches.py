@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contaccum.towers.onednn import onednn_where_it_suits
-
 T = TypeVar("T")
 Features = dict[str, Any]
 Batch = tuple[NDArray[np.int64], Features]  # places in the window, what the model reads
@@ -73,7 +71,7 @@ class Encoder:
     def vectors(self, batches: Sequence[Batch], encoded: Callable[[int], object] = lambda texts: None) -> NDArray[np.float32]:
         """(texts, dim) in the order of the window that `batches` came from; `encoded` is called with the size of each batch."""
         places = np.concatenate([places for places, _ in batches])
-        with self._autocast(), onednn_where_it_suits(self.model):
+        with self._autocast():
             parts = []  # on the device: one copy a window
             for rows, features in batches:
                 parts.append(self._forward(features))

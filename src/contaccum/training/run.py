@@ -40,7 +40,6 @@ from contaccum.methods.table import Batches, get_method, split_update
 from contaccum.methods.towers import build_towers
 from contaccum.towers.cuda_graphs import check_graphs, graph_towers
 from contaccum.towers.lora import has_two_adapters, merge_lora
-from contaccum.towers.onednn import onednn_where_it_suits
 from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
@@ -100,8 +99,6 @@ def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitS
     if main:
         _say_adapters(config, model)
     config = _prepare_towers(config, model)
-    if not config.torch_compile:
-        held.enter_context(onednn_where_it_suits(model))
     labelled = isinstance(draw, DrawPairs) and draw.labelled
     loss = build_loss(config, model, batches, gather_across_devices=processes > 1, mask_labels=labelled)
     config = replace(config, drift_correction=loss.criterion.drift_correction)
