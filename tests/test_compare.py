@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +70,12 @@ def test_all_are_judged_on_the_same_and_the_page_says_which_to_use(finished: tup
     assert any(line.startswith("columns: query = 'Question', positive = 'answer' (by name; not used: id)") for line in lines)
     assert not list((folder / "out").glob("cells/*/run/checkpoints"))
     assert json.loads((folder / "out" / "results.json").read_text())["headline"] == "MRR@10"
+    assert found.as_json()["headline"] == found.headline
+    assert found.as_json()["metric"] == "MRR@10"
+    assert "255 rows x 1 epoch, 16 samples an update, 4 of them in memory at once, 16 tokens of a text, lr 0.01" in found.training[1]
+    assert all(html.escape(line) in page for line in found.training), "the page says what was trained"
+    assert found.command is not None
+    assert html.escape(found.command) in page
 
 
 def test_run_again_nothing_is_trained_and_the_figures_are_the_same(finished: tuple[Path, Any, list[str]], model_folder: str) -> None:
@@ -81,14 +89,44 @@ def test_run_again_nothing_is_trained_and_the_figures_are_the_same(finished: tup
         compare(folder / "pairs.csv", model=model_folder, output=folder / "out", **{**OPTIONS, "n_total": 8})
 
 
+def test_seeds_and_methods_are_added_to_what_is_there(model_folder: str, tmp_path: Path) -> None:
+    file, options = table(tmp_path, 120), {**OPTIONS, "model": model_folder, "output": tmp_path / "out", "say": lambda line: None}
+    compare(file, **options, methods=["gradaccum"])
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/cells/*/result.json")}
+    found = compare(file, **options, methods=["gradaccum", "contaccum"], seeds=[42, 43])
+    assert [[run.seed for run in row.runs] for row in found.summary.rows if row.trained] == [[42, 43], [42, 43]]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    changed = {"gradaccum": {"method": "gradaccum", "lr": 1.0}}
+    with pytest.raises(ValueError, match="was begun with configurations="):
+        compare(file, **options, configurations=changed)
+
+
+def test_data_that_has_changed_is_refused(finished: tuple[Path, Any, list[str]], model_folder: str, tmp_path: Path) -> None:
+    folder, _, _ = finished
+    shutil.copytree(folder / "out" / "data", tmp_path / "data")
+    data = prepared(folder / "pairs.csv", tmp_path / "data", Columns())
+    assert data.rows == 255
+    other = tmp_path / "pairs.csv"
+    shutil.copy2(folder / "pairs.csv", other)
+    with pytest.raises(ValueError, match=r"pairs\.csv has changed since .* was begun; use another --output"):
+        prepared(other, tmp_path / "data", Columns())
+    (tmp_path / "more").mkdir()
+    shutil.copy(other, tmp_path / "more" / "pairs.csv")
+    told = prepared(tmp_path / "more" / "pairs.csv", tmp_path / "made", Columns())
+    with open(tmp_path / "more" / "pairs.csv", "a") as lines:
+        lines.write("999,one more,and its answer\n")
+    with pytest.raises(ValueError, match="has changed"):
+        prepared(tmp_path / "more" / "pairs.csv", tmp_path / "made", Columns())
+    assert told.passages == 300
+
+
 def test_the_winner_is_trained_on_everything(finished: tuple[Path, Any, list[str]], tmp_path: Path) -> None:
     from contaccum.comparison.outcome import command
 
     folder, found, _ = finished
     options = dict(found.summary.rows[2].config) | {"method": "contaccum"}
     kept = {name: options[name] for name in ("model", "method", "tied", "pooling", "similarity", "n_total", "n_local", "epochs", "lr")}
-    words = command(Prepared(str(folder / "out" / "data"), 1, 1, 1), None, kept | {"max_seq_length": 16}).split()
-    words[words.index("--output") + 1] = str(tmp_path / "final")
+    words = command(Prepared(str(folder / "out" / "data"), 1, 1, 1), None, kept | {"max_seq_length": 16}, tmp_path / "final").split()
     result = CliRunner().invoke(app, words[1:])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["updates"] == -(-300 // 16)
@@ -208,6 +246,19 @@ class TestSource:
         assert "train: left out 2 rows with a blank query" in data.lines
         assert "train: left out 1 rows with a blank positive" in data.lines
 
+    @pytest.mark.parametrize("mark", [";", "\t"])
+    def test_a_csv_by_semicolons_or_tabs_is_read(self, mark: str, tmp_path: Path) -> None:
+        file = tmp_path / "a.csv"
+        file.write_text(f"Frage{mark}Antwort\n" + "".join(f"was, wie {i}{mark}so, und {i}\n" for i in range(60)))
+        data = prepared(file, tmp_path / "data", Columns())
+        assert data.passages == 60
+        assert load_training_set(data.folder, "test")["query"][0].startswith("was, wie ")
+
+    def test_a_json_array_of_pairs_is_read(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.json"
+        file.write_text(json.dumps([{"question": f"what {i}", "answer": f"that {i}"} for i in range(60)], indent=1))
+        assert prepared(file, tmp_path / "data", Columns()).passages == 60
+
     def test_columns_that_are_not_there_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"no column ask; columns there: id, Question, answer"):
             prepared(table(tmp_path), tmp_path / "data", Columns(query="ask"))
@@ -244,6 +295,14 @@ def chosen(data: Prepared, seconds_per_text: float, monkeypatch: pytest.MonkeyPa
     )
     given = {"n_total": None, "n_local": None, "epochs": None, "tokens": 128, "fixed_tokens": False, "minutes": 10.0, **options}
     return sizes(data, lambda: None, ["gradaccum", "gradcache", "contaccum"], 1, **given)
+
+
+def test_too_few_rows_are_refused_before_anything_is_trained(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\d+ rows are left to train on, too few to compare methods; give 32 or more"):
+        compare(table(tmp_path, 12), model=model_folder, output=tmp_path / "out", say=lambda line: None)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="n_total=512 is more than the"):
+        compare(table(tmp_path), **{**OPTIONS, "n_total": 512}, model=model_folder, output=tmp_path / "out", say=lambda line: None)
 
 
 def test_sizes_fit_the_rows_and_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import typer
 from contaccum.cli import bench, comparison, data, plan, report, reproduce, retrieval, training
 from contaccum.cli.base import app
 from contaccum.common.console import hide_usual_load_reports
-from contaccum.common.errors import CheckpointError, DivergedError, is_full_disk
+from contaccum.common.errors import CheckpointError, DivergedError, FailedRunsError, is_full_disk
 from contaccum.common.hub import go_offline_without_network
 
 __all__ = ["app", "bench", "comparison", "data", "main", "plan", "report", "reproduce", "retrieval", "training"]
@@ -60,7 +60,7 @@ def _run(words: list[str], errors: TextIO, debug: bool) -> NoReturn:
         code = app(words, standalone_mode=False) or 0
     except (ValueError, CheckpointError) as error:
         fail(str(error), 2)
-    except DivergedError as error:
+    except (DivergedError, FailedRunsError) as error:
         fail(str(error), 1)
     except ModuleNotFoundError as error:
         if (error.name or "contaccum").startswith("contaccum") and debug:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 
 from contaccum.cli.base import app
 from contaccum.cli.functions import command
+from contaccum.common.errors import FailedRunsError
 
 if TYPE_CHECKING:
     from contaccum.comparison.compare import Comparison
@@ -29,11 +29,10 @@ def show_comparison(found: Comparison, **_: Any) -> None:
     for detail in found.details:
         print(f"- {detail}")
     if found.command:
-        print(f"\nTo train {found.winner} on all rows:\n{found.command}")
+        print(f"\n{found.command_for}\n{found.command}")
     print(f"\nPage: {found.page}")
     if found.failed:
-        print(f"error: failed: {', '.join(found.failed)}", file=sys.stderr)
-        raise SystemExit(1)
+        raise FailedRunsError(f"failed: {', '.join(found.failed)}; why is in cell.log in {found.output / 'cells'}")
 
 
 @app.command("quickstart")

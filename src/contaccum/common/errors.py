@@ -19,6 +19,10 @@ class DivergedError(RuntimeError):
     """A training whose losses or weights are no numbers any more; the message says since when and what to do."""
 
 
+class FailedRunsError(RuntimeError):
+    """Some of several runs have failed; what the others gave has been shown."""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint or model that could not be written or read; the message says which and what to do."""
 

@@ -49,16 +49,18 @@ class Comparison:
     headline: str
     details: list[str]
     winner: str | None  # the method to use; None where no training pays or none is finished
-    command: str | None  # trains the winner on everything
+    command: str | None  # trains the winner, or where none pays the best, on everything
+    command_for: str
     failed: list[str]
+    training: list[str]  # what was trained on how much and how, in words
 
     @property
     def page(self) -> Path:
         return self.output / "report.html"
 
     def as_json(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in ("headline", "details", "winner", "command", "failed")}
-        return {**told, "page": str(self.page), **self.summary.as_json()}
+        told = {name: getattr(self, name) for name in ("headline", "details", "winner", "command", "failed", "training")}
+        return {**self.summary.as_json(), "metric": self.summary.headline, **told, "page": str(self.page)}
 
 
 def compare(
@@ -111,7 +113,7 @@ def compare(
     tell = say or _to_stderr
     chosen = configurations or {name: {"method": name} for name in methods}
     base = _base(model, memory, lr, settings or {})
-    request = {"data": _named(data), "model": _named(model), "seeds": list(seeds), "variants": chosen, "base": base, "subset": subset}
+    request = {"data": _named(data), "model": _named(model), "seeds": list(seeds), "configurations": chosen, "base": base, "subset": subset}
     asked = {"n_total": n_total, "n_local": n_local, "epochs": epochs, "max_seq_length": max_seq_length, "minutes": minutes}
     columns = Columns(query_column, positive_column, tuple(negative_column))
     _check(chosen, base, asked, memory, seeds)
@@ -124,7 +126,8 @@ def compare(
             base["pooling"] = base.get("pooling") or pooling_of(model)
             size = _sizes(folder, found, base, [options["method"] for options in chosen.values()], len(seeds), asked)
             base["max_seq_length"] = size.tokens
-            for line in described(size, found, str(model), memory):
+            training = described(size, found, str(model), base["lr"], memory)
+            for line in training:
                 tell(line)
             options = {name: {**base, **_schedule(size, found), **own} for name, own in chosen.items()}
             for own in options.values():
@@ -135,7 +138,8 @@ def compare(
         from contaccum.comparison.outcome import outcome
 
         runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
-        return outcome(folder, runs, options, found, size, failed, title, _introduction(chosen) if introduction is None else introduction)
+        intro = _introduction(chosen) if introduction is None else introduction
+        return outcome(folder, runs, options, found, size, failed, title, intro, [f"{data}: {found.lines[-1]}", *training])
 
 
 def _introduction(chosen: dict[str, dict[str, Any]]) -> str:
@@ -192,15 +196,24 @@ def _claim(folder: Path, wanted: dict[str, Any]) -> None:
     file, wanted = folder / "request.json", json.loads(json.dumps(wanted))
     if file.exists():
         before = read_json(file)
-        if differing := [name for name in wanted if before.get(name) != wanted[name]]:
+        if differing := [name for name in wanted if before.get(name) != wanted[name] and not _adds(name, before.get(name), wanted[name])]:
             name = differing[0]
             raise ValueError(f"{folder} was begun with {name}={before.get(name)!r}, not {wanted[name]!r}; use another --output")
+        if before != wanted:
+            write_json(file, wanted)
         return
     check_output(folder)
     if not is_unused(folder):
         raise ValueError(f"{folder} is not empty and holds no comparison; use another --output")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, wanted)
+
+
+def _adds(name: str, before: Any, wanted: Any) -> bool:
+    """Other seeds and methods are further runs; a configuration by the same name must stay."""
+    if name == "seeds":
+        return True
+    return name == "configurations" and all(before.get(one, fields) == fields for one, fields in wanted.items())
 
 
 def _gpu() -> bool:

@@ -13,9 +13,9 @@ from contaccum.comparison.sizing import Sizes
 from contaccum.comparison.source import Prepared
 from contaccum.methods.config import TrainConfig
 from contaccum.report.build import report
-from contaccum.report.numbers import duration, percent, size
+from contaccum.report.numbers import duration, percent, points, size
 from contaccum.report.rows import ConfigRow, memory_measure
-from contaccum.report.summary import BUSY, Summary, compared, significant
+from contaccum.report.summary import BUSY, Summary, collapsed, compared, significant
 from contaccum.report.verdict import Answer, listed, told_test
 
 BASELINES = (BEFORE, WORDS)
@@ -31,16 +31,17 @@ def outcome(
     failed: list[str],
     title: str,
     introduction: str,
+    training: list[str],
 ) -> Comparison:
-    """`runs`: cell -> (method as the table shows it, run folder); `options`: method -> fields of its training."""
+    """`runs`: cell -> (method as the table shows it, run folder); `options`: method -> fields of its training; `training`: it in words."""
     if not runs:
         raise RuntimeError(f"no run came to its end; see the logs in {folder / 'cells'}")
     answered: list[Answer] = []
     names = {run: group for group, run in runs.values()}
-    commands = {name: command(data, sizes, own) for name, own in options.items()}
+    commands = {name: command(data, sizes, own, folder / "final") for name, own in options.items()}
 
     def answer(summary: Summary) -> Answer:
-        answered.append(_answer(summary, commands, failed))
+        answered.append(answer_of(summary, commands, failed))
         return answered[-1]
 
     order = [*options, *BASELINES]
@@ -54,25 +55,35 @@ def outcome(
         metric=METRICS[0],
         names=names,
         title=title,
-        introduction=introduction,
+        introduction="\n\n".join([*training, introduction]),
         provenance=described,
         answer=answer,
     )
     told = answered[-1]
     winner = recommended(summary)
-    return Comparison(folder, summary, told.sentences[0], told.sentences[1:], winner.name if winner else None, told.command, failed)
+    name = winner.name if winner else None
+    return Comparison(folder, summary, told.sentences[0], told.sentences[1:], name, told.command, told.command_for, failed, training)
 
 
 def recommended(summary: Summary) -> ConfigRow | None:
     """Of the trained methods that cannot be told from the best, the quickest; None where no training beats the model before it."""
-    trained = [row for row in summary.ranked() if row.trained]
+    trained = _trained(summary)
     if not trained:
         return None
     before = next((row for row in summary.rows if row.name == BEFORE and row.metrics), None)
     if before is not None and not _above(trained[0], before):
         return None
-    tied = [row for row in trained if row is trained[0] or not _above(trained[0], row)]
-    return min(tied, key=_seconds) if all(_seconds(row) < float("inf") for row in tied) and _comparable(tied) else tied[0]
+    tied = _tied(trained)
+    return min(tied, key=_seconds) if _comparable(tied) else tied[0]
+
+
+def _trained(summary: Summary) -> list[ConfigRow]:
+    """Those that came to something, best first."""
+    return [row for row in summary.ranked() if row.trained and not collapsed(row, summary)]
+
+
+def _tied(trained: Sequence[ConfigRow]) -> list[ConfigRow]:
+    return [row for row in trained if row is trained[0] or not _above(trained[0], row)]
 
 
 def _above(first: ConfigRow, second: ConfigRow) -> bool:
@@ -87,57 +98,65 @@ def _seconds(row: ConfigRow) -> float:
 
 
 def _comparable(rows: Sequence[ConfigRow]) -> bool:
-    return all((row.share_of_cores or 1.0) >= BUSY for row in rows)
+    return all((row.share_of_cores or 1.0) >= BUSY and _seconds(row) < float("inf") for row in rows)
 
 
-def _answer(summary: Summary, commands: Mapping[str, str], failed: Sequence[str]) -> Answer:
+def answer_of(summary: Summary, commands: Mapping[str, str], failed: Sequence[str]) -> Answer:
     told = list(_sentences(summary))
     told += [f"Failed, and not in the table: {listed(list(failed))}."] if failed else []
-    winner = recommended(summary)
-    if winner is None:
+    winner, trained = recommended(summary), _trained(summary)
+    if not trained:
         return Answer(told)
-    return Answer(told, commands[winner.name], f"To train {winner.name} on all rows, those for testing included:")
+    chosen, all_the_same = winner or trained[0], "" if winner else " all the same"
+    return Answer(told, commands[chosen.name], f"To train {chosen.name}{all_the_same} on all rows, those for testing included:")
 
 
 def _sentences(summary: Summary) -> Iterator[str]:
-    trained = [row for row in summary.ranked() if row.trained]
-    baselines = [row for row in summary.ranked() if not row.trained]
+    trained, baselines = _trained(summary), [row for row in summary.ranked() if not row.trained]
+    if lost := [row.name for row in summary.ranked() if collapsed(row, summary)]:
+        its = "its" if len(lost) == 1 else "their"
+        lost = [f"{listed(lost)} collapsed in training, {its} figures say nothing of the method: try a lower --lr."]
     if not trained:
-        yield "No method came to its end: there is nothing to recommend."
+        yield from lost or ["No method came to its end: there is nothing to recommend."]
         return
     winner = recommended(summary)
-    yield from _headline(trained, baselines, winner)
     chosen = winner or trained[0]
+    yield _headline(trained, baselines, winner)
+    yield from lost
     for row in [*(row for row in trained if row is not chosen), *baselines]:
         if (test := compared(chosen, row, METRICS[0])) is not None:
-            yield f"Against {row.name} ({_at(row)}): {told_test(test)}{'' if significant(test) else ': tied'}."
+            yield f"{chosen.name} against {row.name} ({_at(row)}): {told_test(test)}{'' if significant(test) else ': tied'}."
     yield from _cost(trained)
     if len(chosen.runs) == 1:
-        yield "One seed: another may change a small difference. --seeds 1,2,3 tells more."
+        first = chosen.runs[0].seed or 0
+        yield f"One seed: another may change a small difference. The same with --seeds {first},{first + 1},{first + 2} adds two."
 
 
-def _headline(trained: list[ConfigRow], baselines: list[ConfigRow], winner: ConfigRow | None) -> Iterator[str]:
-    metric, best = METRICS[0], trained[0]
-    if winner is None:
-        yield f"Training does not pay here: {metric} is {_at(best)} with {best.name} and {_by_name(baselines, BEFORE)} before training."
-        return
-    gain = f"from {_by_name(baselines, BEFORE)} before training" if any(row.name == BEFORE for row in baselines) else ""
-    words = next((row for row in baselines if row.name == WORDS), None)
-    if words is not None and _above(words, winner):
-        yield f"{WORDS} finds more than any trained model: {metric} {_at(words)}. Of the methods, use {winner.name}: {_at(winner)}, {gain}."
-    else:
-        yield f"Use {winner.name}: {metric} {_at(winner)}{', ' + gain if gain else ''}."
-    tied = [row for row in trained if row is not winner and not _above(best, row)]
-    if tied and _comparable([winner, *tied]) and _seconds(winner) < min(map(_seconds, tied)):
-        yield f"It is tied with {listed([row.name for row in tied])}, and the quickest of them."
+def _headline(trained: Sequence[ConfigRow], baselines: Sequence[ConfigRow], winner: ConfigRow | None) -> str:
+    """Which to use, by how much it is above gradient accumulation and the model before training."""
+    best, metric = trained[0], METRICS[0]
+    by_name = {row.name: row for row in [*trained, *baselines]}
+    before, words = by_name.get(BEFORE), by_name.get(WORDS)
+    first = f"{WORDS} finds most, {_at(words)}. " if words is not None and _above(words, best) else ""
+    if winner is None and before is not None:
+        if _above(before, best):
+            return f"{first}Training does not pay here: {metric} {_at(before)} before it, {_at(best)} with the best, {best.name}."
+        queries = f"{len(best.per_query(metric)):,} test queries"
+        return f"{first}On {queries} no training can be told from none: {metric} {_at(best)} with {best.name}, {_at(before)} before."
+    assert winner is not None
+    rise = "" if before is None else f", {_at(before)} before training"
+    tied = _tied(trained)
+    if len(tied) > 1:
+        reason = "the quickest of them" if _comparable(tied) else "as good as any"
+        names = listed([winner.name, *(row.name for row in tied if row is not winner)])
+        return f"{first}Use {winner.name}, {reason}: {names} are tied, {metric} {_at(winner)}{rise}."
+    plain = by_name.get("gradaccum")
+    gain = "" if plain in (None, winner) else f", {points(best.metrics[metric] - plain.metrics[metric])} against gradaccum"
+    return f"{first}Use {winner.name}: {metric} {_at(winner)}{gain}{rise}."
 
 
 def _at(row: ConfigRow) -> str:
     return percent(row.metrics[METRICS[0]])
-
-
-def _by_name(rows: Sequence[ConfigRow], name: str) -> str:
-    return next((_at(row) for row in rows if row.name == name), "unknown")
 
 
 def _cost(trained: Sequence[ConfigRow]) -> Iterator[str]:
@@ -152,9 +171,9 @@ def _cost(trained: Sequence[ConfigRow]) -> Iterator[str]:
         yield f"Training took {listed(parts)}{busy}."
 
 
-def command(data: Prepared, sizes: Sizes, options: Mapping[str, Any]) -> str:
+def command(data: Prepared, sizes: Sizes, options: Mapping[str, Any], output: Path) -> str:
     """`contaccum train` with these fields, on every row; where small data were passed over in part, on all of it."""
-    told = {**options, "data": data.folder, "model": _from_here(options["model"]), "split": ALL_SPLITS, "output": "runs/final"}
+    told = {**options, "data": data.folder, "model": _from_here(options["model"]), "split": ALL_SPLITS, "output": str(output)}
     told |= {"n_local": options["n_local"] or "auto", "warmup_updates": None, "limit": None}
     shown = [name for name in _ORDER if name in told] + sorted(set(told) - set(_ORDER) - set(_NOT_SHOWN))
     words = ["contaccum train"]

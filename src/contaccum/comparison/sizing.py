@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from contaccum.comparison.source import Prepared
 from contaccum.methods.table import get_method
 
+FEWEST = 16  # rows to train on: an update of the smallest kind
+FEW_UPDATES = 50  # below that, little is learnt
 UPDATES = 100  # below that, small data are passed over more than once ...
 MOST_EPOCHS = 3  # ... but not more often than that
 N_TOTAL, N_LOCAL = 128, 8
@@ -67,8 +69,12 @@ def sizes(
     """`model` is a function that loads it, where it must be tried."""
     import torch
 
+    if data.rows < FEWEST:
+        raise ValueError(f"{data.rows} rows are left to train on, too few to compare methods; give {2 * FEWEST} or more")
+    if n_total is not None and n_total > data.rows:
+        raise ValueError(f"n_total={n_total} is more than the {data.rows:,} rows to train on; use at most that many")
     runs, gpu = len(methods) * seeds, torch.cuda.is_available()
-    total = n_total or max(16, min(N_TOTAL, 2 ** int(math.log2(max(1, data.rows // 32)))))
+    total = n_total or max(FEWEST, min(N_TOTAL, 2 ** int(math.log2(max(1, data.rows // 32)))))
     local = min(N_LOCAL, max(1, total // 2)) if n_local is None else n_local
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = 1 if gpu else max(1, min(cores, runs, 4))
@@ -153,17 +159,19 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def described(size: Sizes, data: Prepared, model: str, memory: str | None) -> list[str]:
+def described(size: Sizes, data: Prepared, model: str, lr: float, memory: str | None) -> list[str]:
     """For the user: what is trained how, and what is left out."""
     rows, local = min(data.rows, size.limit or data.rows), f"what fits in {memory}" if size.n_local == 0 else str(size.n_local)
     lines = [
         f"every method: {model}, {rows:,} rows x {size.epochs:g} epoch{'s' if size.epochs != 1 else ''}, "
-        f"{size.n_total} samples an update, {local} of them in memory at once, {size.tokens} tokens of a text"
+        f"{size.n_total} samples an update, {local} of them in memory at once, {size.tokens} tokens of a text, lr {lr:g}"
     ]
     if rows < data.rows:
         lines.append(f"note: {rows:,} of {data.rows:,} rows, a random part, so that it ends in time; --minutes allows more, 0 all")
     if size.passages is not None:
         lines.append(f"note: the collection is searched in part, {size.passages:,} passages besides the relevant ones; --minutes 0: all")
+    if (updates := size.updates(data.rows)) < FEW_UPDATES:
+        lines.append(f"note: {updates} updates train little; more --epochs, --minutes or a higher --lr may show more")
     if size.expected_seconds is not None:
         lines.append(f"expected: about {max(1, round(size.expected_seconds / 60))} min, {size.jobs} at a time")
     return lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -49,6 +49,7 @@ class Prepared:
     queries: int  # to test by
     passages: int  # to search
     lines: list[str] = field(default_factory=list)  # what was done, for the user
+    files: dict[str, list[int]] = field(default_factory=dict)  # of the source -> bytes and time of the last change
 
     @property
     def beir(self) -> Path:
@@ -57,9 +58,12 @@ class Prepared:
 
 def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | None = None, most_test: int | None = None) -> Prepared:
     """The source under `folder`, whole or not at all; what is there already is used again."""
-    known = folder / "prepared.json"
+    known, files = folder / "prepared.json", _files(Path(source))
     if (stored := read_if_whole(known)) is not None:
-        return Prepared(**stored)
+        before = Prepared(**stored)
+        if changed := [file for file in sorted({*before.files, *files}) if before.files.get(file) != files.get(file)]:
+            raise ValueError(f"{changed[0]} has changed since {folder.parent} was begun; use another --output")
+        return before
     if folder.exists():  # of a process that was killed before it wrote the above
         shutil.rmtree(folder)
     lines: list[str] = []
@@ -76,9 +80,14 @@ def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | N
         lines += _counts(found)
         summary = _with_held_out(found, scratch, folder, lines, most_test)
         save_splits(summary, scratch, folder, judged=True, others=_own_collection(Path(source), kind))
-    told = _told(summary, folder, lines)
+    told = replace(_told(summary, folder, lines), files=files)
     write_json(known, asdict(told))
     return told
+
+
+def _files(source: Path) -> dict[str, list[int]]:
+    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else []
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 
 def _counts(found: PrepareSummary) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +14,14 @@ from tqdm import tqdm
 from contaccum.common.errors import DataError
 from contaccum.data.readers import beir, dpr, msmarco
 from contaccum.data.readers import csv_jsonl_parquet as pairs
-from contaccum.data.readers.files import READ_ERRORS, bare_suffix, find, open_binary, passage_text
+from contaccum.data.readers.files import bare_suffix, find, passage_text
+from contaccum.data.readers.json_array import first_bytes
 from contaccum.data.readers.rows import Tally, TrainingRow
 from contaccum.data.readers.store import TextStore
 
 FORMATS = ("auto", "dpr", "beir", "msmarco", "pairs")
 HUB_NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+FIRST_RECORD = 65_536  # bytes that show of which kind a JSON array is
 Splits = dict[str, Callable[[Tally], Iterator[TrainingRow]]]
 
 
@@ -49,14 +50,11 @@ def detect(source: str | None, files: Mapping[str, Path]) -> str:
 
 
 def _detect_file(path: Path) -> str:
-    """DPR's files are one JSON array; JSON lines begin with an object."""
+    """DPR's files are one JSON array of records with lists of passages; JSON lines begin with an object."""
     if bare_suffix(path) != ".json":
         return "pairs"
-    with open_binary(path) as file:
-        try:
-            return "dpr" if file.read(4096).removeprefix(BOM_UTF8).lstrip().startswith(b"[") else "pairs"
-        except READ_ERRORS as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+    head = first_bytes(path, FIRST_RECORD)
+    return "dpr" if head.startswith(b"[") and (b"_ctxs" in head or b"}" not in head) else "pairs"
 
 
 @contextmanager

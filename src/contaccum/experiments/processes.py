@@ -24,11 +24,16 @@ def in_this_process(cells: Sequence[tuple[str, Path]]) -> Iterator[Ended]:
 
 
 def in_processes(cells: Sequence[tuple[str, Path]], jobs: int, environment: Mapping[str, str] | None = None) -> Iterator[Ended]:
-    pool = ThreadPoolExecutor(min(jobs, len(cells)))
-    run = partial(run_apart, environment=environment)
+    pool, running = ThreadPoolExecutor(min(jobs, len(cells))), set[subprocess.Popen[bytes]]()
+    run = partial(run_apart, environment=environment, running=running)
     try:
         for ended in as_completed([pool.submit(_timed, run, name, folder) for name, folder in cells]):
             yield ended.result()
+    except BaseException:  # an interrupt, which may be to this process alone
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(running):
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -46,13 +51,17 @@ def _run_here(folder: Path) -> bool:
     return read_if_whole(folder / "result.json") is not None
 
 
-def run_apart(folder: Path, environment: Mapping[str, str] | None = None) -> bool:
-    """Run a cell in its own process, what it prints in its log; whether it came to its end."""
+def run_apart(folder: Path, environment: Mapping[str, str] | None = None, running: set[subprocess.Popen[bytes]] | None = None) -> bool:
+    """Run a cell in its own process, what it prints in its log; whether it came to its end. It is in `running` until then."""
     words = [sys.executable, "-m", "contaccum.experiments.cell", str(folder)]
     try:
         with open(folder / "cell.log", "ab") as log:
             own = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **(environment or {})}
-            code = subprocess.run(words, stdout=log, stderr=log, env=own).returncode
+            with subprocess.Popen(words, stdout=log, stderr=log, env=own) as process:
+                held = set() if running is None else running
+                held.add(process)
+                code = process.wait()
+                held.discard(process)
     except OSError as error:  # no process, or no log, can be had: the cell's failure, not the grid's
         _note(folder, f"could not run: {error}")
         return False

@@ -50,7 +50,7 @@ def report(
         baseline: run folder, or name in the table, that all are tested against (default: the best)
         compare: two run folders, or names in the table, to compare by every metric; repeatable
         names: of rows, by the folder of their first run; None: made of the configuration
-        introduction: plain text, below the verdict
+        introduction: plain text, below the verdict; a blank line begins a paragraph
         provenance: of the whole, besides that of each run
         answer: what the page says first, where it is not the verdict
 

@@ -46,7 +46,7 @@ def page(
     }
     sections = {name: body for name, body in parts.items() if body}
     links = " ".join(f'<a href="#{_key(name)}">{html.escape(name)}</a>' for name in sections)
-    intro = "".join(f"<p>{html.escape(text)}</p>" for text in (introduction,) if text)
+    intro = "".join(f"<p>{html.escape(text)}</p>" for text in introduction.split("\n\n") if text)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'

@@ -185,7 +185,7 @@ def _figure(height: float) -> tuple[Any, Any]:
 
 def _columns(drawn: Sequence[Series]) -> int:
     longest = max((len(one.name) for one in drawn), default=0)
-    return min(len(drawn), 3 if longest <= 10 else 2 if longest <= 18 else 1) or 1
+    return min(len(drawn), 3 if longest <= 8 else 2 if longest <= 18 else 1) or 1
 
 
 def _legend_lines(drawn: Sequence[Series]) -> int:

@@ -45,8 +45,10 @@ def _metric(summary: Summary, metric: str, row: ConfigRow) -> Cell:
     spread, best, test = row.metric(metric), summary.best(metric), summary.test(row, metric)
     if spread is None or best is None:
         return Cell(MISSING)
-    is_best = percent(spread.mean) == percent(best.metrics[metric])  # as far as the table shows
-    return Cell(percent_spread(spread), spread.mean, is_best, not is_best and test is not None and not significant(test))
+    shown, reference = percent(spread.mean), summary.reference(metric)
+    is_best = shown == percent(best.metrics[metric])  # as far as the table shows
+    equal = reference is not None and shown == percent(reference.metrics[metric])
+    return Cell(percent_spread(spread), spread.mean, is_best, not (is_best or equal) and test is not None and not significant(test))
 
 
 def _probability(summary: Summary, metric: str, row: ConfigRow) -> Cell:

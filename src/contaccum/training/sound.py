@@ -16,6 +16,7 @@ from contaccum.common.inputs import readable
 from contaccum.towers.loading import WHOLE, odd_weight
 
 SAMPLE = 64  # rows
+WORDS = 64  # tokens of each
 UPDATES = 10  # in a row without a finite loss end a run
 REMEDY = "use a lower --lr, a longer --warmup-updates or --precision fp32"
 
@@ -27,7 +28,7 @@ def check_words(model: nn.Module, dataset: Dataset) -> None:
     for module in model.modules():
         if isinstance(module, Transformer) and hasattr(module.tokenizer, "unk_token_id"):
             with readable("the model's tokenizer cannot read the first rows", WHOLE):
-                found: list[list[int]] = module.tokenizer(texts, add_special_tokens=False)["input_ids"]
+                found: list[list[int]] = module.tokenizer(texts, add_special_tokens=False, truncation=True, max_length=WORDS)["input_ids"]
             if not set(chain.from_iterable(found)) - {module.tokenizer.unk_token_id}:
                 raise DataError(f"the tokenizer knows no word of the first {len(first['query'])} rows; is it, or the data, the right one?")
 

@@ -17,6 +17,7 @@ from contaccum.common.errors import DataError
 from contaccum.common.inputs import readable
 from contaccum.data.readers.dpr import MAX_FIELD_CHARACTERS
 from contaccum.data.readers.files import bare_suffix, checked_text, listed, read_jsonl, read_lines, shown
+from contaccum.data.readers.json_array import begins_with_array, read_array
 from contaccum.data.readers.rows import TrainingRow
 from contaccum.data.readers.saved import check_split_name, is_saved, load_saved
 
@@ -82,7 +83,9 @@ def read_records(path: Path, columns: Columns) -> Iterator[Record]:
     if suffix == ".parquet":
         records = _read_parquet(path, columns)
     elif suffix in (".csv", ".tsv"):
-        records = _read_csv(path, "," if suffix == ".csv" else "\t")
+        records = _read_csv(path, _delimiter(path) if suffix == ".csv" else "\t")
+    elif suffix == ".json" and begins_with_array(path):
+        records = read_array(path)
     else:
         records = ((f"{path}, line {line}", record) for line, record in read_jsonl(path))
     empty = True
@@ -91,6 +94,12 @@ def read_records(path: Path, columns: Columns) -> Iterator[Record]:
         yield record
     if empty:
         raise DataError(f"{path} is empty")
+
+
+def _delimiter(path: Path) -> str:
+    """What the first line has most of: some programs write semicolons or tabs."""
+    first = next((line for _, line in read_lines(path)), "")
+    return max(",;\t", key=first.count)
 
 
 def _read_csv(path: Path, delimiter: str) -> Iterator[Record]:

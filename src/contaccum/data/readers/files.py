@@ -70,8 +70,8 @@ def too_long(place: str) -> DataError:
 
 
 def not_utf8(path: Path, line: int, error: UnicodeDecodeError) -> DataError:
-    byte = error.object[error.start]
-    return DataError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; convert the file, e.g. with iconv -f latin1 -t utf-8")
+    byte, kind = error.object[error.start], "utf-16" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "latin1"
+    return DataError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; convert the file, e.g. with iconv -f {kind} -t utf-8")
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -36,6 +36,19 @@ def read_array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise DataError(f"{path}, after record {number}: not JSON that can be read ({reason}){cut}") from error
 
 
+def begins_with_array(path: Path) -> bool:
+    return first_bytes(path, 4096).startswith(b"[")
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    """Without a byte-order mark and blanks."""
+    with open_binary(path) as file:
+        try:
+            return file.read(count).removeprefix(BOM_UTF8).lstrip()
+        except READ_ERRORS as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+
+
 class _Source:
     """The file as ijson reads it: it begins with an array, after a byte-order mark perhaps, and no record is without end."""
 
