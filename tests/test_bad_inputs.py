@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +21,10 @@ from contaccum.data.mine import mine
 from contaccum.data.prepare import prepare
 from contaccum.data.readers.queries import read_queries
 from contaccum.data.training_set import load_training_set
-from contaccum.methods.config import load_config
+from contaccum.methods.config import TrainConfig, load_config
 from contaccum.report.folders import read_run_folder
+from contaccum.retrieval.encode import encode
+from contaccum.retrieval.evaluate import evaluate
 from contaccum.retrieval.run_metrics import evaluate_run
 from contaccum.retrieval.runs import read_run
 from contaccum.retrieval.search import search
@@ -188,6 +192,66 @@ def test_an_answer_that_never_ends_is_bounded(tmp_path: Path, monkeypatch: pytes
     data = write_pairs(tmp_path / "d.jsonl", [{"query": "aaa", "positive": "b", "negatives": [text], "answers": [pattern]}])
     with pytest.raises(DataError, match="was not looked up"):
         mine(data, None, tmp_path / "out", method="existing", match="regex")
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_that_take_long_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of these passages alone is beyond its time."""
+    monkeypatch.setattr(answers, "ALL_SECONDS", 0.3)
+    matcher, passages = answers.AnswerMatcher(["(a|aa)+c|z"], "regex"), ["a" * 22 + "b"] * 10_000
+    began = time.perf_counter()
+    with pytest.raises(DataError, match=r"was not looked up with others within 0.3 s"):
+        any(matcher.found_in(passage) for passage in passages)
+    assert time.perf_counter() - began < 5
+
+
+def test_an_answer_of_millions_of_copies_is_not_compiled() -> None:
+    with pytest.raises(DataError, match="asks for 900,000,000 copies of its parts; count to 10,000 at most"):
+        answers.AnswerMatcher(["((((a{100}){100}){100}){10}){90}"], "regex")
+    assert answers.has_answer([r"\d{4}-\d{2}"], "on 2024-05", "regex")
+
+
+@pytest.mark.parametrize(
+    ("judged", "message"),
+    [
+        (["q0\td0\t0", "q1\td1\t0"], "judges no passage as relevant, so there is nothing to find"),
+        (["q0\td0\t1", "q1\tnowhere\t1"], "lacks 1 of 2 relevant passages, as 'nowhere'; do they belong together?"),
+    ],
+)
+def test_judgements_that_nothing_can_meet(judged: list[str], message: str, model_folder: str, tmp_path: Path) -> None:
+    data = write_beir(tmp_path / "data", ["w1 w2", "w3"], ["w1", "w3 w4"], test=range(2))
+    (data / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(judged) + "\n")
+    with pytest.raises(DataError, match=message):
+        evaluate(model_folder, data, output=tmp_path / "out", device="cpu", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_judged_queries_without_results_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_beir(tmp_path / "data", ["w1 w2", "w3"], ["w1", "w3 w4"], test=range(2))
+    run = write(tmp_path / "r.trec", "q0 Q0 d0 1 9.0 t\n")
+    assert evaluate_run(run, qrels=data, split="test")["metrics"]["MRR@10"] == 0.5
+    assert "1 of 2 judged queries have no results and count as 0, as 'q1'" in capsys.readouterr().err
+
+
+def test_texts_in_another_language_than_the_tokenizer_s_are_refused(model_folder: str, tmp_path: Path) -> None:
+    passages = write(tmp_path / "p.tsv", "id\ttext\ttitle\n" + "".join(f"{i}\tUnbekannte Wörter {i}\tT\n" for i in range(9)))
+    with pytest.raises(DataError, match="the tokenizer knows next to no word of the first 9 texts"):
+        encode(model_folder, passages, tmp_path / "out", device="cpu", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"epochs": 1e308}, {"scale": 1e308}, {"margin": 3.0, "similarity": "cosine"}, {"margin": float("inf")}]
+)
+def test_numbers_that_are_too_large(options: dict[str, Any], tmp_path: Path) -> None:
+    (name, *_) = options
+    with pytest.raises(ValueError, match=f"{name}="):
+        TrainConfig(data="d", output=str(tmp_path / "run"), **options).check()
+
+
+def test_a_source_without_a_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the source has no name"):
+        prepare("", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -49,6 +49,14 @@ def _weights(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path],
     return spoil
 
 
+def _kept(keep: Callable[[str], bool], rename: Callable[[str], str] = str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        save_file({rename(name): weight for name, weight in load_file(file).items() if keep(name)}, file, metadata={"format": "pt"})
+
+    return spoil
+
+
 def _file(name: str, content: Callable[[bytes], bytes] | None) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
         before = (folder / name).read_bytes()
@@ -79,6 +87,10 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty weights": (_file("model.safetensors", lambda before: b""), "cannot be loaded"),
     "a pickle in disguise": (_file("model.safetensors", lambda before: pickle.dumps(Owned())), "cannot be loaded"),
     "a pickle": (_pickled, "cannot be loaded"),
+    "no tensors": (_kept(lambda name: False), "weights, as "),
+    "a tensor missing": (_kept(lambda name: name != NAME), f"lacks 1 of its weights, as {NAME}, which would be random"),
+    "other names": (_kept(lambda name: True, lambda name: f"x.{name}"), "weights, as "),
+    "a layer less than none": (_config(num_hidden_layers=-1), ""),
     "another shape": (_weights(lambda weight: weight[:3]), "cannot be loaded"),
     "NaN": (_weights(lambda weight: weight * float("nan")), "holds weights that are not finite, as "),
     "infinite": (_weights(lambda weight: weight + float("inf")), "holds weights that are not finite, as "),
@@ -122,7 +134,20 @@ def test_a_spoilt_model_is_refused_whoever_loads_it(name: str, copied: Path, jso
     assert not Path("owned").exists()  # nothing was unpickled or run
 
 
-@pytest.mark.parametrize("changes", [{"hidden_size": "wide"}, {"num_attention_heads": 3}, {"vocab_size": -5}, {"hidden_act": "none"}])
+def test_a_model_without_what_nothing_uses_is_loaded(copied: Path) -> None:
+    """BERT's own pooler, which most encoders on the hub lack."""
+    _kept(lambda name: not name.startswith("pooler."))(copied)
+    model = dual_encoder(copied, pooling="mean", max_seq_length=16)
+    whole = load_file(copied / "model.safetensors")
+    assert not any("pooler" in name for name in whole)
+    assert torch.equal(model.state_dict()[f"0.sub_modules.query.0.model.{NAME}"], whole[NAME])
+
+
+SPOILT_SIZES = ({"num_hidden_layers": -1}, {"num_hidden_layers": 10**9})
+SPOILT_FIELDS = ({"hidden_size": "wide"}, {"num_attention_heads": 3}, {"vocab_size": -5}, {"hidden_act": "none"})
+
+
+@pytest.mark.parametrize("changes", [*SPOILT_FIELDS, *SPOILT_SIZES])
 def test_a_plan_of_a_spoilt_configuration_is_refused(changes: dict, copied: Path) -> None:
     _config(**changes)(copied)
     with pytest.raises(ValueError, match="model") as error:
@@ -195,8 +220,8 @@ def training_file(tmp_path: Path, rows: list[tuple[str, str]]) -> str:
         ([("w1", "w2")] * 7, {}, "n_total=8 is more than the training set's 7 rows"),
         ([("", " \t")] * 16, {}, "none of 16 rows has both a query and a positive"),
         ([("w1", "\u3000")] * 16, {}, "none of 16 rows has both a query and a positive"),
-        ([("q", "p")] * 16, {}, "the tokenizer knows no word of the first 16 rows"),
-        ([("\u200b", "\u200b")] * 16, {}, "the tokenizer knows no word"),
+        ([("q", "p")] * 16, {}, "the tokenizer knows next to no word of the first 32 texts"),
+        ([("\u200b", "\u200b")] * 16, {}, "the tokenizer knows next to no word"),
     ],
 )
 def test_data_that_teaches_nothing(rows, options, message: str, model_folder: str, tmp_path: Path, monkeypatch) -> None:

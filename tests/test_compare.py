@@ -294,7 +294,7 @@ def chosen(data: Prepared, seconds_per_text: float, monkeypatch: pytest.MonkeyPa
         "contaccum.comparison.sizing._probe", lambda *_: Speed(6 * seconds_per_text, 2 * seconds_per_text, seconds_per_text)
     )
     given = {"n_total": None, "n_local": None, "epochs": None, "tokens": 128, "fixed_tokens": False, "minutes": 10.0, **options}
-    return sizes(data, lambda: None, ["gradaccum", "gradcache", "contaccum"], 1, **given)
+    return sizes(data, None, ["gradaccum", "gradcache", "contaccum"], 1, **given)
 
 
 def test_too_few_rows_are_refused_before_anything_is_trained(model_folder: str, tmp_path: Path) -> None:

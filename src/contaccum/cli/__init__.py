@@ -86,7 +86,9 @@ def _run(words: list[str], errors: TextIO, debug: bool) -> NoReturn:
         if hasattr(error, "format_message"):  # typer's own, for what it cannot parse
             _refuse(error, fail)
         message = " ".join(str(error).split())
-        if "out of memory" in message.lower():
+        if "Symlink loop" in message:
+            fail(f"{message}; give a path that leads somewhere", 2)
+        if "out of memory" in message.lower() or "can't allocate memory" in message:
             fail(f"{message}; use a smaller --n-local, a smaller --max-seq-length or --gradient-checkpointing", 1)
         if any(word in message for word in ("Connection closed by peer", "Connection reset by peer", "NCCL", "gloo")):
             fail(f"another process of this run is gone ({message}); the run can go on with --resume", 1)

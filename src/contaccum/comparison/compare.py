@@ -37,6 +37,7 @@ METHODS = ("gradaccum", "gradcache", "contaccum")
 METRICS = ("MRR@10", "NDCG@10", "Recall@1", "Recall@20", "Recall@100")
 BEFORE, WORDS = "before training", "BM25"
 CPU_MINUTES = 15.0
+FIRST_ROWS = 64  # whose words the tokenizer must know
 LONG = 500  # updates from which on a run has checkpoints
 
 
@@ -248,19 +249,23 @@ def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequenc
     file = folder / "sizes.json"
     if (stored := read_if_whole(file)) is not None:
         return Sizes(**stored)
+    from contaccum.data.training_set import load_training_set
     from contaccum.experiments.baselines import untrained_model
+    from contaccum.towers.loading import check_words
 
-    minutes, tokens = asked["minutes"], asked["max_seq_length"]
+    minutes, tokens = asked["minutes"], asked["max_seq_length"] or _tokens(base["model"])
+    model = untrained_model({**base, "max_seq_length": tokens})  # whatever is wrong with it is found before anything is trained
+    check_words(model, load_training_set(found.folder, "train", FIRST_ROWS)["query"][:])
     size = sizes(
         found,
-        lambda: untrained_model(base),
+        model,
         methods,
         seeds,
         n_total=asked["n_total"],
         n_local=0 if asked["n_local"] is None and base.get("memory") else asked["n_local"],
         epochs=asked["epochs"],
-        tokens=tokens or _tokens(base["model"]),
-        fixed_tokens=tokens is not None,
+        tokens=tokens,
+        fixed_tokens=asked["max_seq_length"] is not None,
         minutes=CPU_MINUTES if minutes is None else minutes or None,
     )
     write_json(file, asdict(size))

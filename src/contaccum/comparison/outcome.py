@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.errors import FailedRunsError
 from contaccum.common.provenance import provenance
 from contaccum.comparison.compare import BEFORE, METRICS, WORDS, Comparison
 from contaccum.comparison.sizing import Sizes
@@ -35,7 +36,7 @@ def outcome(
 ) -> Comparison:
     """`runs`: cell -> (method as the table shows it, run folder); `options`: method -> fields of its training; `training`: it in words."""
     if not runs:
-        raise RuntimeError(f"no run came to its end; see the logs in {folder / 'cells'}")
+        raise FailedRunsError(f"no run came to its end; why is in cell.log in {folder / 'cells'}")
     answered: list[Answer] = []
     names = {run: group for group, run in runs.values()}
     commands = {name: command(data, sizes, own, folder / "final") for name, own in options.items()}

@@ -66,7 +66,7 @@ def sizes(
     fixed_tokens: bool,
     minutes: float | None,
 ) -> Sizes:
-    """`model` is a function that loads it, where it must be tried."""
+    """`model` is tried on a CPU."""
     import torch
 
     if data.rows < FEWEST:
@@ -85,8 +85,7 @@ def sizes(
     choices = [whole, *([] if epochs else [replace(whole, epochs=1.0)])]
     choices += [] if fixed_tokens or tokens <= SHORT else [replace(choices[-1], tokens=SHORT)]
     choices += [replace(choices[-1], passages=FEWEST_PASSAGES)] if data.passages > 2 * FEWEST_PASSAGES else []
-    loaded = model()
-    speeds = {length: _probe(data, loaded, whole.threads, length) for length in {size.tokens for size in choices}}
+    speeds = {length: _probe(data, model, whole.threads, length) for length in {size.tokens for size in choices}}
     return _fitting(choices, data, methods, seeds, speeds, 60 * minutes)
 
 

@@ -7,6 +7,9 @@ Regex answers (CuratedTREC): the NFD-normalised pattern is searched in the NFD-n
 
 from __future__ import annotations
 
+import math
+import re
+import time
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +20,8 @@ from contaccum.common.errors import DataError
 from contaccum.data.readers.files import shown
 
 SECONDS = 2.0  # for a regular expression in a passage, which takes microseconds; a few never end
+ALL_SECONDS = 10.0  # for those of a question in all of its passages
+MOST_COPIES = 10_000  # of a part that a pattern counts, as a{100} does: they are written out when it is compiled
 MATCHES = ("string", "regex")
 FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
 WORD = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]", flags=FLAGS)
@@ -48,6 +53,7 @@ class AnswerMatcher:
     """
 
     def __init__(self, answers: Iterable[str], match: str = "string") -> None:
+        self.left = ALL_SECONDS
         if check_match(match) == "regex":
             compiled = (_compiled(unicodedata.normalize("NFD", answer)) for answer in answers)
             self.patterns, self.runs = [pattern for pattern in compiled if pattern is not None], []
@@ -58,7 +64,21 @@ class AnswerMatcher:
 
     def found_in(self, form: str) -> bool:
         """Whether the passage with this `searchable` form contains one of the answers."""
-        return any(run in form for run in self.runs) or any(_matches(pattern, form) for pattern in self.patterns)
+        return any(run in form for run in self.runs) or any(self._matches(pattern, form) for pattern in self.patterns)
+
+    def _matches(self, pattern: Any, form: str) -> bool:
+        began = time.perf_counter()
+        try:
+            return pattern.search(form, timeout=max(1e-3, min(SECONDS, self.left))) is not None
+        except TimeoutError as error:
+            answer, place, spent = shown(pattern.pattern), shown(form[:60]), "within" if self.left > SECONDS else "with others within"
+            raise DataError(
+                f"the answer {answer} was not looked up {spent} {SECONDS if spent == 'within' else ALL_SECONDS:g} s in the passage that "
+                f"begins with {place}: its parts can match the same text in too many orders, as (a+)+ can; write it without repeats in "
+                "repeats, or use --match string"
+            ) from error
+        finally:
+            self.left -= time.perf_counter() - began
 
 
 def check_match(match: str) -> str:
@@ -68,20 +88,12 @@ def check_match(match: str) -> str:
     return match
 
 
-def _matches(pattern: Any, form: str) -> bool:
-    try:
-        return pattern.search(form, timeout=SECONDS) is not None
-    except TimeoutError as error:
-        answer, place = shown(pattern.pattern), shown(form[:60])
-        raise DataError(
-            f"the answer {answer} was not looked up within {SECONDS:g} s in the passage that begins with {place}: its parts can match "
-            "the same text in too many orders, as (a+)+ can; write it without repeats in repeats, or use --match string"
-        ) from error
-
-
 def _compiled(pattern: str) -> Any:
     """The pattern, or None where it is invalid. DPR's definition is that whatever cannot be compiled matches nothing, and `regex`
     raises more than its own error for malformed patterns, so every exception counts."""
+    copies = math.prod(max(1, int(count)) for count in re.findall(r"\{(\d{1,9})", pattern))
+    if copies > MOST_COPIES:
+        raise DataError(f"the answer {shown(pattern)} asks for {copies:,} copies of its parts; count to {MOST_COPIES:,} at most")
     try:
         return regex.compile(pattern, flags=FLAGS)
     except Exception:

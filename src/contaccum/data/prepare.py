@@ -72,6 +72,8 @@ def prepare(
             raise ValueError("unsupervised needs one collection as SOURCE; leave out format, train, dev, test, hold_out and download")
         return prepare_documents(source, output, unsupervised)
     check_new(output)
+    if source is not None and not str(source).strip():
+        raise DataError("the source has no name; give a file, a folder or the name of a data set on the hub")
     if download is not None:
         source = source or f"downloads/{download}"
         fetch_files(files_of(download, passages), Path(source))

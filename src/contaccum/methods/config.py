@@ -41,6 +41,8 @@ DATA, MODEL, METHOD, SCHEDULE = "Data", "Model", "Method", "Schedule"
 MEMORY, SAVING, EVALUATION = "Memory and speed", "Saving and logging", "Evaluation during training"
 GROUPS = (FIRST, DATA, MODEL, METHOD, SCHEDULE, MEMORY, SAVING, EVALUATION)  # as `contaccum train --help` shows them
 
+MOST_EPOCHS, LARGEST_SCALE = 1_000_000, 1_000_000
+
 
 def option(group: str, default: Any, text: str, accepts: str | None = None) -> Any:
     """A field with its help; `accepts`: a word that may be given in place of a number."""
@@ -193,10 +195,14 @@ class TrainConfig:
         for name, number in numbers.items():
             if isinstance(number, int) and abs(number) >= 2**63:
                 raise ValueError(f"{name}={_shown(number)} is too large; use one below {2**63}")
+        if self.epochs > MOST_EPOCHS:
+            raise ValueError(f"epochs={self.epochs:g} is too many; use {MOST_EPOCHS:,} at most")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
-        if self.scale is not None and not self.scale > 0:
-            raise ValueError(f"scale={self.scale} must be above 0; leave it out for 1 (dot) or 20 (cosine)")
+        if self.scale is not None and not 0 < self.scale <= LARGEST_SCALE:
+            raise ValueError(f"scale={self.scale:g} must be above 0 and {LARGEST_SCALE:,} at most; leave it out for 1 (dot) or 20 (cosine)")
+        if self.similarity == "cosine" and self.margin is not None and self.margin_strategy == "absolute" and self.margin >= 2:
+            raise ValueError(f"margin={self.margin:g} leaves out all negatives, as cosines differ by 2 at most; use less, as -0.1")
         get_method(self.method)
         self.check_token_budget()
         self.check_adapters()

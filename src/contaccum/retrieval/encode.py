@@ -86,6 +86,7 @@ def encode(
     from tqdm import tqdm
 
     from contaccum.retrieval.model import model_on_device
+    from contaccum.towers.loading import check_words
 
     started, output = time.monotonic(), Path(output)
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
@@ -104,6 +105,8 @@ def encode(
         tqdm(total=-(-count // world), desc="encoding", unit=" texts", disable=None if shown else True, dynamic_ncols=True) as bar,
     ):
         for number, size, shard in _shards(iter(source), shard_size, rank, world):
+            if shard and not encoded:
+                check_words(loaded, [text for _, text in shard])
             total, begun = total + size, time.monotonic()
             if shard and _encode_shard(encoder, shard, output, number, dtype, bar.update):
                 encoded, busy = encoded + len(shard), busy + time.monotonic() - begun

@@ -8,8 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from contaccum.common.errors import DataError
 from contaccum.common.outputs import remove_empty
 from contaccum.data.readers.beir import is_beir, qrels_file, read_qrels
+from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.files import shown
 from contaccum.retrieval.encode import encode
 from contaccum.retrieval.metrics import DEFAULT
 from contaccum.retrieval.run_metrics import TOP, check_judging, evaluate_run
@@ -76,7 +79,7 @@ def evaluate(
     split = split or ("test" if Path(queries).is_dir() else None)
     by |= {"queries": queries} if qrels is None else {"qrels": qrels}
     if qrels is not None:
-        read_qrels(qrels_file(Path(qrels), split))  # whatever is wrong is reported before hours of encoding
+        _check_judgements(qrels_file(Path(qrels), split), test_set)  # whatever is wrong is reported before hours of encoding
     if compare is not None:
         read_run(compare)
     check_judging(metrics, top, match)
@@ -85,6 +88,20 @@ def evaluate(
         _rank(model, test_set, queries, split, folder, k, dtype, {"device": device, "progress": progress})
         judged = None if output is None else folder / "evaluation.json"
         return evaluate_run(folder / "test.trec", collection=test_set, split=split, output=judged, **by)
+
+
+def _check_judgements(file: Path, collection: Path) -> None:
+    """DataError where relevant passages are not in the collection: nothing could find them."""
+    missing = {doc for grades in read_qrels(file).values() for doc, grade in grades.items() if grade > 0}
+    if not missing:
+        raise DataError(f"{file} judges no passage as relevant, so there is nothing to find; give other judgements")
+    asked = len(missing)
+    for key, _, _ in read_collection_of(collection):
+        missing.discard(key)
+    if missing:
+        raise DataError(
+            f"{collection} lacks {len(missing):,} of {asked:,} relevant passages, as {shown(min(missing))}; do they belong together?"
+        )
 
 
 def _is_file(model: Any) -> bool:

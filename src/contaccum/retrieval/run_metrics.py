@@ -89,13 +89,22 @@ def _judge(
 ) -> PerQuery:
     found: PerQuery = {}
     if qrels is not None:
-        found |= judged_metrics(read_run(run), read_qrels(qrels_file(Path(qrels), split)), metrics)
+        found |= _by_judgements(read_run(run), qrels_file(Path(qrels), split), metrics)
     flags = _answer_flags(run, queries, collection, split, match, needed=qrels is None)
     if flags is not None:
         found |= {f"Top@{k}": {query: float(any(hits[:k])) for query, hits in flags.items()} for k in top}
     if not found:
         raise ValueError(f"{run} can be judged by nothing; give --qrels, or --queries with answers and --collection")
     return found
+
+
+def _by_judgements(run: Run, file: Path, metrics: Sequence[str]) -> PerQuery:
+    qrels = read_qrels(file)
+    if not any(grade > 0 for grades in qrels.values() for grade in grades.values()):
+        raise DataError(f"{file} judges no passage as relevant, so there is nothing to find; give other judgements")
+    if lost := [query for query in qrels if query not in run]:
+        note(f"{len(lost):,} of {len(qrels):,} judged queries have no results and count as 0, as {shown(lost[0])}")
+    return judged_metrics(run, qrels, metrics)
 
 
 def _answer_flags(

@@ -25,7 +25,7 @@ from transformers import (
 
 from contaccum.common.errors import DataError
 from contaccum.common.inputs import readable
-from contaccum.towers.loading import WHOLE, check_finite, check_length, check_tokenizer, positions_of
+from contaccum.towers.loading import WHOLE, check_finite, check_length, check_sizes, check_tokenizer, needed_weights, positions_of
 
 POOLINGS = ("cls", "mean", "lasttoken")
 USUAL_LENGTH = 256  # tokens
@@ -84,7 +84,7 @@ def dual_encoder(
             name = type(source).__name__ if isinstance(source, PretrainedConfig) else source
             # Weights are trained in single precision, whatever they are stored in.
             options = {"dtype": torch.float32, **(model_kwargs or {})}
-            with readable(f"{name} cannot be loaded as an encoder", WHOLE):
+            with readable(f"{name} cannot be loaded as an encoder", WHOLE), needed_weights(name):
                 folder = _as_folder(source, tokenizer, scratch)
                 transformer = Transformer(folder, max_seq_length=max_seq_length, model_kwargs=options)
         check_finite(transformer, name)
@@ -175,6 +175,7 @@ def load_encoder_config(source: str | Path, what: str = "model") -> PretrainedCo
     _check_path(what, source)
     with readable(f"no {what} can be read from {source}", WHOLE):
         config: PretrainedConfig = AutoConfig.from_pretrained(source)
+    check_sizes(config, source)
     return config
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Transformer
 from torch import nn
+from transformers import PreTrainedModel
 
 from contaccum.common.errors import DataError
 from contaccum.common.inputs import readable
 
+SIZES = {"num_hidden_layers": 10_000, "hidden_size": 1_000_000, "num_attention_heads": 10_000, "vocab_size": 100_000_000}  # at most
+SAMPLE, WORDS = 128, 64  # texts that are looked at, tokens of each
+UNKNOWN = 0.9  # of the words: with more, it is the tokenizer of another language
 POSITIONS = ("position_embeddings", "wpe", "embed_positions")  # how transformers calls a table of learnt positions
 WHOLE = "give a model folder or a hub name whose files are whole"
 
@@ -28,19 +33,48 @@ def same_missing_weights() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def needed_weights(source: object) -> Iterator[None]:
+    """DataError where transformers finds files without weights that the vectors depend on: it would draw them, and only log it. What
+    nothing uses, as BERT's own pooler, may be missing."""
+    missing, load = list[str](), PreTrainedModel.__dict__["from_pretrained"]
+
+    def noting(kind: Any, *args: Any, **options: Any) -> Any:
+        model, found = load.__func__(kind, *args, **{**options, "output_loading_info": True})
+        missing.extend(name for name in sorted(found["missing_keys"]) if "pooler." not in name)
+        return model
+
+    setattr(PreTrainedModel, "from_pretrained", classmethod(noting))  # noqa: B010  # which a type checker takes for a mistake
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, "from_pretrained", load)  # noqa: B010
+    if missing:
+        raise DataError(f"{source} lacks {len(missing)} of its weights, as {missing[0]}, which would be random; {WHOLE}")
+
+
 def load_model(name: str | Path, kind: type[Any] = SentenceTransformer, **options: Any) -> Any:
     """`kind(name)` in single precision, whatever it is stored in: half of it is many times slower on a CPU, and autocast is for the GPU."""
-    with readable(f"{name} cannot be loaded as a {kind.__name__}", WHOLE), same_missing_weights():
+    with readable(f"{name} cannot be loaded as a {kind.__name__}", WHOLE), needed_weights(name), same_missing_weights():
         model = kind(str(name), model_kwargs={"dtype": torch.float32}, **options)
     check_finite(model, name)
     for module in model.modules():
         if isinstance(module, Transformer):
+            check_sizes(module.config, name)
             check_tokenizer(module, name)
     if isinstance(model, SentenceTransformer):
         with readable(f"{name} can be loaded, but cannot encode a text", WHOLE):
             model.encode_query(["a"], show_progress_bar=False)
             model.encode_document(["a"], show_progress_bar=False)
     return model
+
+
+def check_sizes(config: Any, source: object) -> None:
+    """DataError for sizes that no model has: transformers builds one without layers, or goes on building."""
+    for name, most in SIZES.items():
+        size = getattr(config, name, None)
+        if isinstance(size, int) and not 0 < size <= most:
+            raise DataError(f"{source} has {name}={size}, which must be between 1 and {most:,}; {WHOLE}")
 
 
 def check_finite(model: nn.Module, source: object) -> None:
@@ -70,6 +104,18 @@ def check_tokenizer(module: Transformer, source: object) -> None:
     rows = getattr(embeddings, "num_embeddings", None)
     if rows is not None and tokenizer.vocab_size > rows:
         raise DataError(f"{source} has vectors for {rows:,} words, but its tokenizer knows {tokenizer.vocab_size:,}; give one that fits")
+
+
+def check_words(model: nn.Module, texts: Sequence[str]) -> None:
+    """DataError where a tower's tokenizer knows next to no word of these texts: all would be the same."""
+    texts = texts[:SAMPLE]
+    for module in model.modules():
+        if isinstance(module, Transformer) and hasattr(module.tokenizer, "unk_token_id"):
+            with readable("the model's tokenizer cannot read the first texts", WHOLE):
+                found = module.tokenizer(list(texts), add_special_tokens=False, truncation=True, max_length=WORDS)["input_ids"]
+            words = list(chain.from_iterable(found))
+            if words.count(module.tokenizer.unk_token_id) >= UNKNOWN * len(words):
+                raise DataError(f"the tokenizer knows next to no word of the first {len(texts)} texts; is it, or the data, the right one?")
 
 
 def check_length(module: Transformer, tokens: int) -> None:

@@ -1,36 +1,18 @@
-"""Whether training can come to anything: texts that the model can tell apart, losses and weights that are numbers."""
+"""Whether training can come to anything: losses and weights that are numbers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
-from datasets import Dataset
-from sentence_transformers.base.modules import Transformer
 from torch import nn
 
-from contaccum.common.errors import DataError, DivergedError
-from contaccum.common.inputs import readable
-from contaccum.towers.loading import WHOLE, odd_weight
+from contaccum.common.errors import DivergedError
+from contaccum.towers.loading import odd_weight
 
-SAMPLE = 64  # rows
-WORDS = 64  # tokens of each
 UPDATES = 10  # in a row without a finite loss end a run
 REMEDY = "use a lower --lr, a longer --warmup-updates or --precision fp32"
-
-
-def check_words(model: nn.Module, dataset: Dataset) -> None:
-    """DataError where a tower's tokenizer finds no word that it knows in the first rows: all texts would be the same."""
-    first = dataset[:SAMPLE]
-    texts = [*first["query"], *first["positive"]]
-    for module in model.modules():
-        if isinstance(module, Transformer) and hasattr(module.tokenizer, "unk_token_id"):
-            with readable("the model's tokenizer cannot read the first rows", WHOLE):
-                found: list[list[int]] = module.tokenizer(texts, add_special_tokens=False, truncation=True, max_length=WORDS)["input_ids"]
-            if not set(chain.from_iterable(found)) - {module.tokenizer.unk_token_id}:
-                raise DataError(f"the tokenizer knows no word of the first {len(first['query'])} rows; is it, or the data, the right one?")
 
 
 def check_losses(lines: Sequence[Mapping[str, Any]], ended: bool = False) -> None:
