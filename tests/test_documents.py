@@ -36,6 +36,15 @@ def drawn(path: Path, seed: int = 0, epoch: int = 0) -> tuple[list[str], list[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_titles_tell_equal_texts_apart_only_where_they_are_used(tmp_path: Path, out: Path, kind: str) -> None:
+    text = sentences(6, seed=0)
+    path = write(tmp_path / "corpus.jsonl", jsonl([{"_id": str(i), "title": f"title {i}", "text": text} for i in range(3)]))
+    prepare(path, out, unsupervised=kind)
+    table, _ = drawn_pairs(out, kind, "train", None, 0)
+    assert len(table) == (3 if kind in ("title-body", "dropout") else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_both_sides_of_a_pair_are_of_its_document(tmp_path: Path, out: Path, kind: str) -> None:
     prepare(corpus(tmp_path), out, unsupervised=kind)
     assert drawn_kind(out) == kind

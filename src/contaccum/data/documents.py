@@ -28,6 +28,7 @@ from contaccum.data.readers.rows import Tally
 PIECE_WORDS = 256  # longer texts are cut
 SHORTEST_WORDS = 8  # of a text that is cropped
 PIECES = Features({"title": Value("string"), "text": Value("string"), "document": Value("int64"), "piece": Value("int32")})
+TITLED = ("title-body", "dropout")
 # After a full stop, with or without a closing mark, and at the end of a line.
 SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')\]”’])\s+|(?<=[。！？])|\s*\n\s*")
 
@@ -50,7 +51,7 @@ def prepare_documents(source: str | Path | None, output: Path, kind: str) -> Pre
 
 def _pieces(documents: Iterator[tuple[str, str, str]], kind: str, tally: Tally) -> Iterator[dict[str, Any]]:
     for _, title, text in tqdm(documents, desc="reading documents", unit=" documents", disable=None):
-        title = " ".join(title.split())
+        title = " ".join(title.split()) if kind in TITLED else ""  # what is not used makes no two texts differ
         units = [" ".join(part.split()) for part in SENTENCE_ENDS.split(text)] if kind in OF_SENTENCES else text.split()
         units = [unit for unit in units if unit]
         if reason := _unusable(kind, title, units):

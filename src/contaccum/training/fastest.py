@@ -3,7 +3,7 @@
 1. Options that change how an update is computed, or where its samples are cut, and not what is trained on: precision, n_local, compiled
    or unpadded towers, gradient checkpointing, CUDA graphs, threads and workers. Which of them there are depends on the device (`moves`).
 2. Trials run in processes of their own (`contaccum.training.trial`), on random weights and texts as long as the data's. On a GPU each has
-   the largest n_local that is predicted to fit (`contaccum.memory.plan`).
+   the largest n_local that is predicted to fit (`contaccum.memory.plan`), and in the end twice that as long as it fits and is faster.
 3. One move after the other is tried on top of the fastest so far, and kept where it is faster by more than `NOISE`. After `BUDGET` seconds
    no other is tried, and one that is running is ended.
 4. What was found is kept in the user's cache folder, by model, sizes, lengths and device: the next run begins at once.
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from contaccum.common.console import note
-from contaccum.common.outputs import read_json, write_json
+from contaccum.common.outputs import read_if_whole, write_json
 from contaccum.common.sizes import parse_bytes
 from contaccum.data.training_set import has_negatives, load_training_set
 from contaccum.memory.limit import device_bytes
@@ -58,6 +58,7 @@ class Search:
     say: Callable[[str], None] = note
     clock: Callable[[], float] = time.monotonic
     rates: dict[str, float] = field(default_factory=dict)  # of what was tried, by its options
+    failed: set[str] = field(default_factory=set)  # for want of memory
 
     def __post_init__(self) -> None:
         self.ends = self.clock() + BUDGET
@@ -70,12 +71,27 @@ class Search:
             try:
                 candidate = replace(best, **move)
                 _check(candidate, cuda)
-                candidate, found = self._largest(candidate if "n_local" in move else self.sized(candidate))
+                candidate = candidate if "n_local" in move else self.sized(candidate)
+                candidate, found = (candidate, None) if self._known(candidate) else self._largest(candidate)
             except (ValueError, RuntimeError) as error:  # cannot be here, or with what was found
                 self.say(f"{_words(move) or options(start)} cannot be tried: {str(error).strip().splitlines()[-1]}")
                 continue
             if found is not None and found > NOISE * rate:
                 best, rate = candidate, found
+        return self._larger(best, rate) if cuda else best
+
+    def _larger(self, best: TrainConfig, rate: float) -> TrainConfig:
+        """With twice the micro-batch as long as that fits and is faster: what was found on the way may need less than was predicted."""
+        while self.clock() < self.ends and best.n_total % (2 * best.n_local) == 0:
+            larger = replace(best, n_local=2 * best.n_local)
+            try:
+                found = None if self._known(larger) else self._rate(larger)
+            except (ValueError, RuntimeError) as error:
+                self.say(f"{options(larger)} cannot be tried: {str(error).strip().splitlines()[-1]}")
+                return best
+            if found is None or found <= NOISE * rate:
+                return best
+            best, rate = larger, found
         return best
 
     def _largest(self, config: TrainConfig) -> tuple[TrainConfig, float | None]:
@@ -95,25 +111,32 @@ class Search:
             self.say(f"tried {options(config)}: not ended in {BUDGET:.0f} seconds of trials")
             return None
         self.say(f"tried {options(config)}: " + ("memory ran out" if found is None else f"{found:.1f} samples/s"))
-        if found is not None:
+        if found is None:
+            self.failed.add(options(config))
+        else:
             self.rates[options(config)] = found
         return found
+
+    def _known(self, config: TrainConfig) -> bool:
+        return options(config) in {*self.rates, *self.failed}
 
 
 def fastest(config: TrainConfig) -> TrainConfig:
     """`config` with the options that train fastest on this machine, from the cache or by trials."""
     _check_asked(config)
     cuda = torch.cuda.is_available()
-    query_tokens, passage_tokens, negatives = _lengths(config)
+    lengths, negatives = _lengths(config)
+    query_tokens, passage_tokens = (32 * math.ceil(max(tokens) / 32) for tokens in zip(*lengths, strict=True))
+    passage_tokens = min(passage_tokens, config.max_seq_length)
     key = _key(config, query_tokens, passage_tokens, negatives, cuda)
-    known = read_json(cache_file()) if cache_file().exists() else {}
+    known = read_if_whole(cache_file()) or {}
     if key in known:
         return _said(replace(config, **known[key]["options"]), "as found before", cuda)
 
     def trial(asked: TrainConfig, seconds: float) -> float | None:
         samples = asked.n_total if cuda else min(asked.n_total, max(asked.n_local, SAMPLES // asked.n_local * asked.n_local))
         work = replace(asked, n_total=samples, max_seq_length=passage_tokens, hard_negatives=negatives)
-        found = try_in_process(work, _memory(config), query_tokens, seconds)
+        found = try_in_process(work, _memory(config), query_tokens, lengths, seconds)
         return None if found is None else found.samples_per_second
 
     search = Search(trial, (lambda asked: planned(asked, negatives)) if cuda else (lambda asked: asked))
@@ -132,7 +155,7 @@ def moves(config: TrainConfig, cuda: bool) -> Iterator[Move]:
         yield {"cuda_graphs": True, "gradient_checkpointing": False, "unpad": None}
         yield {"gradient_checkpointing": True, "cuda_graphs": False}
         yield {"torch_compile": True}
-        yield {"unpad": True, "cuda_graphs": False} if config.precision == "fp32" else {"unpad": False}
+        yield {"unpad": True, "cuda_graphs": False} if config.precision == "fp32" else {"unpad": False, "cuda_graphs": False}
         yield {"workers": 4}
         return
     for times in (2, 4):
@@ -192,12 +215,15 @@ def _memory(config: TrainConfig) -> int:
     return parse_bytes(config.memory) if config.memory else device_bytes() if torch.cuda.is_available() else 0
 
 
-def _lengths(config: TrainConfig) -> tuple[int, int, int]:
-    """Tokens of the longest query and passage among the first rows, about, in steps of 32; hard negatives."""
+def _lengths(config: TrainConfig) -> tuple[list[tuple[int, int]], int]:
+    """Tokens of the first rows' queries and passages, about; hard negatives of a row."""
     rows = load_training_set(config.data, config.split, LOOKED_AT)
-    longest = (max(map(len, rows[name])) for name in ("query", "positive"))
-    query, passage = (min(config.max_seq_length, 32 * math.ceil((characters / 4 + 2) / 32)) for characters in longest)
-    return query, passage, int(has_negatives(rows)) if config.hard_negatives is None else config.hard_negatives
+
+    def tokens(text: str) -> int:
+        return min(config.max_seq_length, math.ceil(len(text) / 4 + 2))
+
+    lengths = [(tokens(query), tokens(positive)) for query, positive in zip(rows["query"][:], rows["positive"][:], strict=True)]
+    return lengths, int(has_negatives(rows)) if config.hard_negatives is None else config.hard_negatives
 
 
 def _key(config: TrainConfig, query_tokens: int, passage_tokens: int, negatives: int, cuda: bool) -> str:

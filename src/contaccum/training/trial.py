@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,17 @@ from contaccum.towers.random_encoder import write_weights, write_word_tokenizer
 from contaccum.training.logfile import read_log
 from contaccum.training.run import train
 
+Lengths = Sequence[tuple[int, int]]  # tokens of a row's query and passages
 WORDS = 50
 UPDATES = 4
 
 
-def try_in_process(config: TrainConfig, limit_bytes: int, query_tokens: int | None = None, seconds: float | None = None) -> Measured | None:
+def try_in_process(
+    config: TrainConfig, limit_bytes: int, query_tokens: int | None = None, lengths: Lengths = (), seconds: float | None = None
+) -> Measured | None:
     """`measure` in a process of its own; None if memory ran out, `subprocess.TimeoutExpired` if the `seconds` did. 0 bytes: no limit."""
-    work = json.dumps({"config": asdict(replace(config, memory=f"{limit_bytes}B" if limit_bytes else None)), "query_tokens": query_tokens})
+    limited = replace(config, memory=f"{limit_bytes}B" if limit_bytes else None)
+    work = json.dumps({"config": asdict(limited), "query_tokens": query_tokens, "lengths": list(lengths)})
     words = [sys.executable, "-m", "contaccum.training.trial"]
     done = subprocess.run(words, input=work, capture_output=True, text=True, timeout=seconds)
     if done.returncode == 0:
@@ -38,10 +43,13 @@ def try_in_process(config: TrainConfig, limit_bytes: int, query_tokens: int | No
     raise RuntimeError(f"measuring failed:\n{done.stderr}")
 
 
-def measure(config: TrainConfig, query_tokens: int | None = None, updates: int = UPDATES, written: Path | None = None) -> Measured:
-    """Train for a few updates on texts of full length, as `config` says; the peaks are those of this process since they were last reset.
+def measure(
+    config: TrainConfig, query_tokens: int | None = None, lengths: Lengths = (), updates: int = UPDATES, written: Path | None = None
+) -> Measured:
+    """Train for a few updates, as `config` says; the peaks are those of this process since they were last reset.
 
-    `written`: a folder that `write_model` wrote for both towers, to save writing another.
+    Texts are of full length, or of these `lengths` in turns. `written`: a folder that `write_model` wrote for both towers, to save
+    writing another.
     """
     import torch
 
@@ -58,7 +66,7 @@ def measure(config: TrainConfig, query_tokens: int | None = None, updates: int =
                 write_model(folder / "passage", passage)
         negatives = config.hard_negatives or 0
         rows = max(config.n_total * updates, config.bank_size if get_method(config.method).bank else 0)
-        write_texts(folder / "texts.jsonl", rows, negatives, query_tokens or config.max_seq_length, config.max_seq_length)
+        write_texts(folder / "texts.jsonl", rows, negatives, query_tokens or config.max_seq_length, config.max_seq_length, lengths)
         options: dict[str, Any] = {
             "model": str(written or folder / "query"),
             "passage_model": str(folder / "passage") if (folder / "passage").exists() else None,
@@ -85,15 +93,17 @@ def write_model(folder: Path, config: Any) -> None:
     write_weights(config, folder)
 
 
-def write_texts(file: Path, rows: int, negatives: int, query_tokens: int, passage_tokens: int) -> None:
-    """Every other text is a word short of the full length, so that all batches are of full length and padded."""
-    draw = random.Random(0)
+def write_texts(file: Path, rows: int, negatives: int, query_tokens: int, passage_tokens: int, lengths: Lengths = ()) -> None:
+    """Every other text is a word short of the full length, so that all batches are of full length and padded. With `lengths`, rows have
+    these in turns."""
+    draw, longest = random.Random(0), [(query_tokens, passage_tokens)]
 
     def text(tokens: int, row: int) -> str:
         return " ".join(draw.choices(_words(), k=max(1, tokens - 2 - row % 2)))
 
     with open(file, "w", encoding="utf-8") as out:
         for row in range(rows):
+            query_tokens, passage_tokens = (lengths or longest)[row % len(lengths or longest)]
             query, positive = text(query_tokens, row), text(passage_tokens, row)
             others = [text(passage_tokens, row) for _ in range(negatives)]
             out.write(json.dumps({"query": query, "positive": positive, **({"negatives": others} if others else {})}) + "\n")
@@ -105,4 +115,4 @@ def _words() -> list[str]:
 
 if __name__ == "__main__":
     work = json.loads(sys.stdin.read())
-    print(json.dumps(vars(measure(TrainConfig(**work["config"]), work["query_tokens"]))))
+    print(json.dumps(vars(measure(TrainConfig(**work["config"]), work["query_tokens"], work["lengths"]))))
