@@ -463,6 +463,9 @@ def test_figures_that_cannot_be_are_not_shown(name: str, content: dict, message:
         [{"update": -1, "loss": 1.0}],
         [{"update": 2, "loss": 1.0}, {"update": 1, "loss": 1.0}],
         [{"hello": "world"}],
+        [{"update": 10**400, "loss": 1.0}],
+        [{"update": 1, "loss": 1.0, "negatives_per_query": -7}],
+        [{"update": 1, "loss": 1.0, "lr": "x"}],
     ],
 )
 def test_a_log_that_is_none_is_not_drawn(log: list[dict], tmp_path: Path) -> None:

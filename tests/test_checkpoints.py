@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ def test_a_checkpoint_without_a_bank_is_refused(tiny_encoder, tmp_path) -> None:
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path) -> None:
-    for step, state in ((2, "{}"), (10, "{}"), (12, '{"global_st'), (14, None)):
+    good = {step: json.dumps({"global_step": step, "log_history": []}) for step in (2, 10)}
+    for step, state in (*good.items(), (12, '{"global_st'), (13, "{}"), (14, None), (15, good[2])):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         if state is not None:

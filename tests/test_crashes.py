@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from conftest import rows
@@ -125,11 +126,27 @@ def removed(*names: str) -> Callable[[Path], None]:
     return remove
 
 
+def changed(name: str, change: Callable[[Path], object]) -> Callable[[Path], None]:
+    def spoil(run: Path) -> None:
+        (run / "summary.json").unlink()
+        change(run / name)
+
+    return spoil
+
+
 CRASHES: dict[str, tuple[Callable[[Path], None], int | None]] = {
     "between model and summary": (removed("summary.json"), 6),
     "the summary was emptied": (emptied("summary.json"), 6),
     "after the last checkpoint": (removed("summary.json", "model"), 6),
     "the optimizer's state was emptied": (emptied("summary.json", "checkpoints/checkpoint-6/optimizer.pt"), 3),
+    "the optimizer's state is of other objects": (
+        changed("checkpoints/checkpoint-6/optimizer.pt", lambda file: torch.save({"state": Path("x")}, file)),
+        3,
+    ),
+    "the trainer's state is of another step": (
+        changed("checkpoints/checkpoint-6/trainer_state.json", lambda file: file.write_text('{"global_step": 9, "log_history": 5}')),
+        3,
+    ),
     "before the first checkpoint": (removed("summary.json", "model", "checkpoints"), None),
 }
 

@@ -7,9 +7,12 @@ import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer_pt_utils import safe_globals
 
 from contaccum.common.console import note
 from contaccum.common.errors import CheckpointError
@@ -34,10 +37,14 @@ def resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
 def is_complete(checkpoint: Path) -> bool:
     """The trainer's state is written last."""
     try:
-        json.loads((checkpoint / "trainer_state.json").read_text())
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
     except (OSError, ValueError):
         return False
-    return True
+    return (
+        isinstance(state, dict)
+        and isinstance(state.get("log_history"), list)
+        and checkpoint.name == f"checkpoint-{state.get('global_step')}"
+    )
 
 
 def last_complete_checkpoint(folder: Path, needed: Sequence[str] = ()) -> Path:
@@ -67,7 +74,7 @@ def damage(checkpoint: Path, needed: Sequence[str] = ()) -> str | None:
         if (check := CHECKS.get(file.suffix)) is not None and file.is_file():
             try:
                 whole = check(file)
-            except (OSError, ValueError, zipfile.BadZipFile, SafetensorError, EOFError):
+            except (OSError, ValueError, zipfile.BadZipFile, SafetensorError, EOFError, UnpicklingError, RuntimeError):
                 whole = False
             if not whole:
                 return f"{file.relative_to(checkpoint)} is damaged"
@@ -75,8 +82,13 @@ def damage(checkpoint: Path, needed: Sequence[str] = ()) -> str | None:
 
 
 def _is_whole_archive(file: Path) -> bool:
+    """It has the bytes that were written, and they are states: no other objects."""
     with zipfile.ZipFile(file) as archive:
-        return archive.testzip() is None
+        if archive.testzip() is not None:
+            return False
+    with safe_globals():  # as transformers reads them
+        torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return True
 
 
 def _is_whole_safetensors(file: Path) -> bool:

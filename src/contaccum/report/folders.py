@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,11 @@ def _baseline_name(folder: Path) -> str:
 
 def number(value: Any) -> float | None:
     """A finite number as a float, anything else as None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    with suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -112,6 +115,9 @@ def _log(path: Path) -> list[Line]:
             raise DataError(
                 f"{path} holds a line without an 'update' and a 'loss' that are numbers, {shown(line)}; is this the log of a run?"
             )
+        for name in ("lr", "negatives_per_query"):
+            if name in line and not (number(line[name]) is not None and line[name] >= 0):
+                raise DataError(f"{path} holds {name}={shown(line[name])}, which must be a number of at least 0; is this the log of a run?")
         if lines and update <= lines[-1]["update"]:
             raise DataError(f"{path} holds update {update} behind update {lines[-1]['update']}; is this the log of one run?")
         lines.append({**line, "loss": math.nan if loss is None else float(loss)})
@@ -119,7 +125,7 @@ def _log(path: Path) -> list[Line]:
 
 
 def _is_count(value: Any) -> bool:
-    return number(value) is not None and value >= 0 and value == int(value)
+    return number(value) is not None and 0 <= value < 2**53 and value == int(value)
 
 
 def _dev(path: Path) -> list[Line]:
