@@ -112,7 +112,15 @@ def _config(inputs: Path, output: Path, **changes: Any) -> Any:
     from contaccum.methods.config import TrainConfig
 
     shape: dict[str, Any] = {"pooling": "mean", "similarity": "cosine", "tied": True, "max_seq_length": 16, "n_total": 8, "n_local": 4}
-    schedule: dict[str, Any] = {"bank": 16, "lr": 3e-3, "epochs": 1.5, "save_every": 3, "keep_checkpoints": 1, "log_every": 2}
+    schedule: dict[str, Any] = {
+        "bank": 16,
+        "lr": 3e-3,
+        "epochs": 1.5,
+        "save_every": 3,
+        "keep_checkpoints": 1,
+        "checkpoints_at_end": True,
+        "log_every": 2,
+    }
     folders: dict[str, Any] = {"data": str(inputs / "train.jsonl"), "model": str(inputs / "encoder"), "output": str(output)}
     dev: dict[str, Any] = {"dev": str(inputs / "dev.jsonl")} if "dev_every" in changes else {}
     return TrainConfig(**{**folders, **shape, **schedule, **dev, **changes})

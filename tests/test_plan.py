@@ -136,7 +136,7 @@ def test_train_plans_n_local_and_resumes_with_it(model_folder: str, jsonl: Any, 
 
     options = {"data": jsonl(48), "model": model_folder, "output": tmp_path / "run", "n_total": 16, "bank": bank, "max_seq_length": 32}
     options |= {"n_local": "auto", "memory": "500MB", "max_updates": 4, "save_every": 2, "diagnose_every": 0}
-    arguments = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    arguments = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))] + ["--checkpoints-at-end"]
     call("train", *arguments)
     stored = load_config(tmp_path / "run" / "config.yaml", {})
     assert (stored.n_local, stored.bank, stored.drift_correction) == (16, resolved, "mean+zero-sum")

@@ -31,7 +31,7 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 def options(data: str, model: str, output: Path, **changes: Any) -> dict[str, Any]:
     base = {"data": data, "model": model, "output": str(output), "pooling": "mean", "similarity": "cosine", "lr": 3e-3, "epochs": 2}
-    sizes = {"n_total": 8, "n_local": 4, "bank": 20, "max_seq_length": 32, "save_every": 4}
+    sizes = {"n_total": 8, "n_local": 4, "bank": 20, "max_seq_length": 32, "save_every": 4, "checkpoints_at_end": True}
     return base | sizes | changes
 
 
@@ -414,3 +414,10 @@ def test_the_log_says_how_many_negatives_were_left_out(jsonl, model_folder, tmp_
 def test_comparisons_that_cannot_be_are_refused_at_once(values, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         TrainConfig(data="x", output="y", **values).check()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_finished_run_has_its_model_and_no_checkpoints_unless_they_are_kept(kept: bool, jsonl, model_folder, tmp_path) -> None:
+    train(TrainConfig(**options(jsonl(32), model_folder, tmp_path / "run", epochs=1, checkpoints_at_end=kept)))
+    assert (tmp_path / "run" / "checkpoints").exists() is kept
+    assert (tmp_path / "run" / "model").exists()

@@ -172,7 +172,9 @@ def test_training_draws_pairs_for_every_epoch_and_masks_documents(kind, tied, mo
 
 def test_a_killed_run_draws_what_it_would_have_drawn(model_folder, tmp_path) -> None:
     """As if it had been killed after its first checkpoint, in the second epoch."""
-    arguments = config(corpus(tmp_path, "crops"), model_folder, tmp_path / "run", epochs=3, save_every=7, keep_checkpoints=3)
+    arguments = config(
+        corpus(tmp_path, "crops"), model_folder, tmp_path / "run", epochs=3, save_every=7, keep_checkpoints=3, checkpoints_at_end=True
+    )
     train(arguments)
     whole = (tmp_path / "run" / "log.jsonl").read_text()
     shutil.rmtree(tmp_path / "run" / "model")

@@ -8,7 +8,6 @@ goes on.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -308,9 +307,6 @@ def _run(cells: Sequence[Cell], folder: Path, ready: Ready, size: Sizes, found: 
     for name in failed:
         log = folder / "cells" / name / "cell.log"
         say(f"failed: {name}; the end of {log}:\n{end_of(log, 4)}")
-    for cell in cells:
-        if cell.name not in failed:  # the model lies beside them
-            shutil.rmtree(folder / "cells" / cell.name / "run" / "checkpoints", ignore_errors=True)
     return failed
 
 

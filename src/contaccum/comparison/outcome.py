@@ -198,4 +198,7 @@ def _from_here(place: str) -> str:
 
 
 _ORDER = ("data", "split", "model", "method", "tied", "pooling", "similarity", "n_total", "n_local", "memory", "epochs", "lr")
-_NOT_SHOWN = ("dev", "dev_every", "dev_passages", "log_every", "save_every", "keep_checkpoints", "limit", "warmup_updates")
+_NOT_SHOWN = (
+    *("dev", "dev_every", "dev_passages", "log_every", "save_every", "keep_checkpoints", "checkpoints_at_end"),
+    *("limit", "warmup_updates"),
+)

@@ -2,7 +2,7 @@
 
 A run folder holds `config.yaml` (resolved), `run.json` (commit, versions, machine, seed), `log.jsonl` (a line per update),
 `diagnostics.jsonl`, with dev queries `dev.jsonl`,
-`checkpoints/`, and when it is finished `model/` and `summary.json`.
+`checkpoints/` until it is finished, and then `model/` and `summary.json`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitS
         check_weights(model)
         if has_two_adapters(model):
             merge_lora(model)
-        finish(run, model, summary)
+        finish(run, model, summary, config.checkpoints_at_end)
     return summary
 
 

@@ -56,8 +56,8 @@ def finished(run: Path) -> dict[str, Any] | None:
     return read_if_whole(run / "summary.json")
 
 
-def finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
-    """The model first, whole or not at all; then the summary, which says that the run is finished."""
+def finish(run: Path, model: Any, summary: dict[str, Any], keep_checkpoints: bool) -> None:
+    """The model first, whole or not at all; then the summary, which says that the run is finished. Then nothing needs a checkpoint."""
     try:
         with whole_path(run / "model") as part:
             model.save_pretrained(str(part))
@@ -66,6 +66,8 @@ def finish(run: Path, model: Any, summary: dict[str, Any]) -> None:
         write_json(run / "summary.json", summary)
     except Exception as error:
         raise not_saved(run / "model", error, "go on with --resume") from error
+    if not keep_checkpoints:
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
 
 def as_resolved_before(run: Path, config: TrainConfig) -> TrainConfig:
