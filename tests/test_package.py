@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,6 +54,29 @@ def documented_loop() -> str:
     """The example in docs/criterion.md as it stands."""
     (loop,) = re.findall(r"```python\n(import torch\n.*?)```", (ROOT / "docs" / "criterion.md").read_text(), flags=re.DOTALL)
     return loop
+
+
+def whole_script(model: Path) -> str:
+    """The first one in docs/sentence-transformers.md, with a model that is here and words that it knows."""
+    script, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sentence-transformers.md").read_text(), flags=re.DOTALL)
+    assert "sentence-transformers/all-MiniLM-L6-v2" in script
+    for told, here in (("sentence-transformers/all-MiniLM-L6-v2", str(model)), ("{a}", "w{a}"), ("{b}", "w{b}"), ("{a + b}", "w{a + b}")):
+        script = script.replace(told, here)
+    return script
+
+
+@pytest.fixture
+def small_model(model_folder: str, tmp_path: Path) -> Path:
+    from contaccum import dual_encoder
+
+    dual_encoder(model_folder, tied=True, pooling="mean", max_seq_length=16).save_pretrained(str(tmp_path / "model"))
+    return tmp_path / "model"
+
+
+def test_the_documented_script_trains(small_model: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", whole_script(small_model)], check=True, capture_output=True, cwd=tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in (small_model, tmp_path / "runs" / "sums" / "model"))
+    assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def check_learnt(printed: str) -> None:
@@ -106,7 +131,7 @@ def test_the_documented_loop_runs_and_learns_without_the_checkout(built: dict[st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_installed_in_an_empty_environment(kind: str, built: dict[str, Path], tmp_path: Path) -> None:
+def test_installed_in_an_empty_environment(kind: str, built: dict[str, Path], small_model: Path, tmp_path: Path) -> None:
     """With what pip finds now, as CI does; torch is held to what `make` installs."""
     venv.create(tmp_path / "empty", with_pip=True)
     programs = tmp_path / "empty" / "bin"
@@ -116,8 +141,9 @@ def test_installed_in_an_empty_environment(kind: str, built: dict[str, Path], tm
         [str(programs / "python"), "-I", "-c", documented_loop()], check=True, capture_output=True, text=True, cwd=tmp_path
     )
     check_learnt(done.stdout)
-    code = "import contaccum; contaccum.ContAccumLoss, contaccum.ContAccumTrainer; print(contaccum.__file__)"
+    code = f"{whole_script(small_model)}\nimport contaccum\nprint(contaccum.__file__)"
     done = subprocess.run([str(programs / "python"), "-I", "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.startswith(str(tmp_path / "empty"))
+    assert done.stdout.splitlines()[-1].startswith(str(tmp_path / "empty"))
+    assert (tmp_path / "runs" / "sums" / "model" / "model.safetensors").exists()
     done = subprocess.run([str(programs / "contaccum"), "--version"], check=True, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "contaccum 0.1.0\n"
