@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,26 @@ def test_the_card_has_the_figures_and_is_the_same_again(run: Path) -> None:
         assert f"| {metric} | {100 * value:.1f} |" in first
     assert first.count("## Results of this run") == 1
     assert "SentenceTransformer" in first  # what sentence-transformers wrote stays
+
+
+def test_the_card_shows_the_curves(run: Path) -> None:
+    push(run, "me/encoder", dry_run=True)
+    pictures = re.findall(r"!\[Training loss\]\((\S+)\)", (run / "model" / "README.md").read_text())
+    assert pictures == ["curves/loss.png"]
+    assert (run / "model" / pictures[0]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_trained_on_all_rows_has_the_figures_of_its_comparison(run: Path) -> None:
+    (run / "evaluation.json").unlink()
+    push(run, "me/encoder", dry_run=True)
+    assert "It was not evaluated." in (run / "model" / "README.md").read_text()
+    rows = [{"name": "gradaccum", "metrics": {"MRR@10": 0.25}}, {"name": "contaccum", "metrics": {"MRR@10": 0.5}}]
+    (run.parent / "results.json").write_text(json.dumps({"results": rows}))
+    push(run, "me/encoder", dry_run=True)
+    card = (run / "model" / "README.md").read_text()
+    assert "trained without the test rows, reached:" in card
+    assert "| MRR@10 | 50.0 |" in card
+    assert not ModelCard(card).data.eval_results, "the hub is told of no figure that is not this model's"
 
 
 def test_what_is_uploaded_loads_with_prompts_and_similarity(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import DataError
 from contaccum.common.inputs import readable
-from contaccum.common.outputs import write_text
+from contaccum.common.outputs import read_if_whole, write_text
 from contaccum.report.folders import Run, read_run_folder
 from contaccum.report.numbers import duration, percent
+from contaccum.report.rows import rows_of
+from contaccum.report.summary import summarise
 
 BEGIN, END = "<!-- results of the run -->", "<!-- end of the results -->"
+PICTURES = "curves"  # folder beside the card
 SECTION = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
 
 
@@ -60,7 +64,7 @@ def write_card(run: Run, model: Path, name: str) -> Path:
         }
         results = [EvalResult(metric_type=metric, metric_value=value, **task) for metric, value in run.evaluation.metrics.items()]
         card.data.model_name, card.data.eval_results = name.rpartition("/")[2], results
-    section = f"{BEGIN}\n{_section(run)}\n{END}\n\n"
+    section = f"{BEGIN}\n{_section(run, _pictures(run, model))}\n{END}\n\n"
     text = SECTION.sub("", card.text)
     place = text.find("## Training Details")
     card.text = text + "\n" + section if place < 0 else text[:place] + section + text[place:]
@@ -72,15 +76,44 @@ def _data_name(run: Run) -> str:
     return Path(str(run.config["data"])).name or "test"
 
 
-def _section(run: Run) -> str:
+def _pictures(run: Run, model: Path) -> list[str]:
+    """Its curves as files beside the card, and their lines; none without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return []
+    from contaccum.report.figures import drawings
+    from contaccum.report.svg import save
+
+    lines = []
+    for drawing in drawings(summarise(rows_of([run]))):
+        if drawing.name == "loss" or drawing.title.endswith("by samples"):
+            save(drawing.figure, model / PICTURES, drawing.name)
+            lines += [f"![{drawing.title}]({PICTURES}/{drawing.name}.png)", ""]
+    return lines
+
+
+def _elsewhere(run: Run) -> list[str]:
+    """Of a model that was trained on all rows by `compare`'s command: what its method reached there, on rows held out."""
+    found = (read_if_whole(run.folder.parent / "results.json") or {}).get("results", [])
+    row = next((row for row in found if row.get("name") == run.config["method"] and row.get("metrics")), None)
+    if row is None:
+        return ["It was not evaluated.", ""]
+    told = "Trained on all rows, so none is left to test it by. The same method and settings, trained without the test rows, reached:"
+    return [told, "", *_table(row["metrics"])]
+
+
+def _table(metrics: dict[str, float]) -> list[str]:
+    return ["| metric | % |", "|---|---:|", *(f"| {metric} | {percent(value)} |" for metric, value in metrics.items()), ""]
+
+
+def _section(run: Run, pictures: list[str]) -> str:
     config, lines = run.config, ["## Results of this run", ""]
     if run.evaluation is not None:
-        metrics = run.evaluation.metrics
-        lines += ["| metric | % |", "|---|---:|", *(f"| {metric} | {percent(value)} |" for metric, value in metrics.items()), ""]
+        lines += _table(run.evaluation.metrics)
         queries = max((len(values) for values in run.evaluation.per_query.values()), default=0)
         lines += [f"By exact search of the whole collection for {queries:,} test queries.", ""] if queries else []
     else:
-        lines += ["It was not evaluated.", ""]
+        lines += _elsewhere(run)
+    lines += pictures
     seconds = run.measured("seconds")
     lines.append(
         f"Trained by contaccum, method {config['method']}: {config['n_total']} samples per update, "
