@@ -139,7 +139,8 @@ def compare(
 
         runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
         intro = _introduction(chosen) if introduction is None else introduction
-        return outcome(folder, runs, options, found, size, failed, title, intro, [f"{data}: {found.lines[-1]}", *training])
+        told = [f"{data}: {found.lines[-1]}", *(line.removeprefix("note: ") for line in training if not line.startswith("expected"))]
+        return outcome(folder, runs, options, found, size, failed, title, intro, told)
 
 
 def _introduction(chosen: dict[str, dict[str, Any]]) -> str:

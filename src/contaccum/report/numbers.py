@@ -20,7 +20,8 @@ def percent_spread(spread: Spread | None) -> str:
 
 def points(difference: float) -> str:
     """A signed difference of percentages."""
-    return f"{100 * difference:+.1f}".replace("-", "−")
+    text = f"{100 * difference:+.1f}"
+    return "0.0" if text in ("-0.0", "+0.0") else text.replace("-", "−")
 
 
 def probability(p_value: float) -> str:
