@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import html
+import importlib
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 pytest.importorskip("matplotlib", reason="needs contaccum[report]")
 pytest.importorskip("bm25s", reason="needs contaccum[mine]")
 
+from commands import Commands, commands
 from conftest import rows
 from contaccum import compare
 from contaccum.cli import app
@@ -31,6 +33,8 @@ from contaccum.comparison.source import Columns, Prepared, prepared
 from contaccum.data.readers.beir import read_qrels, read_texts
 from contaccum.data.training_set import load_training_set
 from contaccum.report.folders import read_run_folder
+
+__all__ = ["commands"]
 
 OPTIONS: dict[str, Any] = {"n_total": 16, "n_local": 4, "epochs": 1, "lr": 1e-2, "max_seq_length": 16, "minutes": 0}
 
@@ -130,6 +134,20 @@ def test_the_winner_is_trained_on_everything(finished: tuple[Path, Any, list[str
     result = CliRunner().invoke(app, words[1:])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["updates"] == -(-300 // 16)
+
+
+@pytest.mark.parametrize("words", [["--quiet"], ["--json"]])
+def test_a_failed_run_is_an_error_however_quiet(
+    words: list[str], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Commands
+) -> None:
+    """Its process cannot start; BM25 comes to its end."""
+    run = "contaccum.experiments.processes.run_apart"
+    usual = importlib.import_module("contaccum.experiments.processes").run_apart
+    monkeypatch.setattr(run, lambda folder, **options: "BM25" in folder.name and usual(folder, **options))
+    given = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    common = ["compare", table(tmp_path, 120), "--model", model_folder, "--output", tmp_path / "out", "--methods", "contaccum"]
+    said = commands.refused(*common, *given, *words, code=1)
+    assert said.startswith("failed: contaccum-seed42, ")
 
 
 def figures(output: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import typer
 
 from contaccum.cli.base import app
 from contaccum.cli.functions import command
-from contaccum.common.errors import FailedRunsError
 
 if TYPE_CHECKING:
     from contaccum.comparison.compare import Comparison
@@ -31,8 +30,6 @@ def show_comparison(found: Comparison, **_: Any) -> None:
     if found.command:
         print(f"\n{found.command_for}\n{found.command}")
     print(f"\nPage: {found.page}")
-    if found.failed:
-        raise FailedRunsError(f"failed: {', '.join(found.failed)}; why is in cell.log in {found.output / 'cells'}")
 
 
 @app.command("quickstart")
@@ -56,3 +53,4 @@ def quickstart(
         print(json.dumps(found.as_json()))
     else:
         show_comparison(found)
+    found.raise_failed()

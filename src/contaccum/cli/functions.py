@@ -58,6 +58,8 @@ def command(module: str, name: str, cls: type[TyperCommand] | None = None) -> Ca
             options = {key: _parsed(key, value, kinds[key]) for key, value in values.items() if value not in (None, []) or key in nullable}
             result = getattr(importlib.import_module(module), name)(**options)
             print(json.dumps(result, default=_as_json)) if json_ else show(result, **options)
+            if hasattr(result, "raise_failed"):
+                result.raise_failed()
 
         parameters = [_option(parameter, first=not place) for place, parameter in enumerate(described.parameters)]
         if "json" not in kinds:

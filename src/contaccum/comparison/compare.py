@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contaccum.common.errors import FailedRunsError
 from contaccum.common.inputs import read_object
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, read_json, remove_parts, write_json
@@ -57,6 +58,11 @@ class Comparison:
     @property
     def page(self) -> Path:
         return self.output / "report.html"
+
+    def raise_failed(self) -> None:
+        """FailedRunsError where a run has failed; what the others gave is here all the same."""
+        if self.failed:
+            raise FailedRunsError(f"failed: {', '.join(self.failed)}; why is in cell.log in {self.output / 'cells'}")
 
     def as_json(self) -> dict[str, Any]:
         told = {name: getattr(self, name) for name in ("headline", "details", "winner", "command", "failed", "training")}
