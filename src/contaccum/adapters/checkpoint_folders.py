@@ -12,7 +12,7 @@ from pickle import UnpicklingError
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_pt_utils import safe_globals
+from transformers.trainer import safe_globals  # type: ignore[attr-defined]  # of all versions since 5.0
 
 from contaccum.common.console import note
 from contaccum.common.errors import CheckpointError
