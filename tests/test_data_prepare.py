@@ -16,7 +16,7 @@ from contaccum.common.errors import DataError
 from contaccum.data.prepare import prepare
 from contaccum.data.readers import beir
 from contaccum.data.training_set import load_training_set
-from data_files import TRIPLETS, assert_refused, out_folder, write_pairs
+from data_files import TRIPLETS, assert_refused, out_folder, write, write_pairs
 
 out = pytest.fixture(out_folder)
 
@@ -47,6 +47,13 @@ def test_rows_beyond_one_batch_are_all_written(tmp_path: Path, out: Path, monkey
     records = [{"query": f"q{i}", "positive": "p" * (i % 70)} for i in range(1, 3000)]
     prepare(write_pairs(tmp_path / "a.jsonl", records), out)
     assert load_training_set(out)["query"][:] == [r["query"] for r in records if r["positive"]]
+
+
+def test_columns_with_usual_names_need_not_be_named(tmp_path: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.csv", "id,Question,answer\n" + "".join(f"{i},what {i}?,that {i}\n" for i in range(3)))
+    prepare(path, out)
+    assert load_training_set(out)["positive"][:] == ["that 0", "that 1", "that 2"]
+    assert "columns: query = 'Question', positive = 'answer' (by name" in capsys.readouterr().err
 
 
 def test_the_command_prints_counts_and_refuses_in_one_line(tmp_path: Path, out: Path) -> None:

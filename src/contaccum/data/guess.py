@@ -43,6 +43,7 @@ LONGEST_NAME = 80  # characters: a longer name of a column is a text
 class Guess:
     columns: Columns
     line: str  # what was chosen, and why, for the user
+    by_place: bool  # not by names that tell
 
 
 def guess_columns(
@@ -56,12 +57,14 @@ def guess_columns(
     texts = [name for name in names if _holds_text(record.get(name) for record in records)]
     if missing := [name for name in (query, positive, *negatives) if name is not None and name not in names]:
         raise DataError(f"{source}: no column {listed(missing)}; columns there: {listed(names)}")
+    how = "as given" if query and positive else "by name"
+    query = query or next((name for name in names if name == QUERY_NAMES[0]), None)  # whatever they hold: reading them tells
+    positive = positive or next((name for name in names if name == POSITIVE_NAMES[0]), None)
     chosen_negatives = tuple(negatives) or tuple(name for name in names if _is_negative(name) and name not in (query, positive))
     free = [name for name in texts if name not in chosen_negatives and name not in (query, positive)]
     named = [*free, *(name for name in names if all(record.get(name) in (None, "") for record in records))]  # blank ones are told later
     by_name_query = query or _named(named, QUERY_NAMES)
     by_name_positive = positive or _named([name for name in named if name != by_name_query], POSITIVE_NAMES)
-    how = "as given" if query and positive else "by name"
     found = (by_name_query, by_name_positive)
     if None in found:
         rest = [name for name in free if name not in found]
@@ -70,7 +73,7 @@ def guess_columns(
         rest = sentences if len(sentences := _sentences(rest, records)) >= found.count(None) else rest
         found, how = (found[0] or rest.pop(0), found[1] or rest.pop(0)), "by place, as no usual name is there"
     columns = Columns(str(found[0]), str(found[1]), chosen_negatives)
-    return Guess(columns, _described(columns, how, names))
+    return Guess(columns, _described(columns, how, names), None in (by_name_query, by_name_positive))
 
 
 def _described(columns: Columns, how: str, names: Sequence[str]) -> str:

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import datasets
 
+from contaccum.common.console import note
 from contaccum.common.errors import DataError
 from contaccum.common.outputs import check_new, scratch_for
 from contaccum.data.documents import prepare_documents
 from contaccum.data.download import download as fetch_files
 from contaccum.data.download import files_of
+from contaccum.data.guess import guess_columns
 from contaccum.data.held_out import check_hold_out
 from contaccum.data.held_out import hold_out as hold_back
 from contaccum.data.prepared import PrepareSummary, SplitSummary, save_splits, write_split
 from contaccum.data.readers.csv_jsonl_parquet import Columns
-from contaccum.data.sources import FORMATS, ReadOptions, detect, open_splits
+from contaccum.data.sources import FORMATS, ReadOptions, check_may_exist, detect, open_splits
 
 
 def prepare(
@@ -28,8 +30,8 @@ def prepare(
     train: str | Path | None = None,
     dev: str | Path | None = None,
     test: str | Path | None = None,
-    query_column: str = "query",
-    positive_column: str = "positive",
+    query_column: str | None = None,
+    positive_column: str | None = None,
     negative_column: tuple[str, ...] = (),
     subset: str | None = None,
     max_negatives: int | None = None,
@@ -48,8 +50,8 @@ def prepare(
         output: folder to write; must not exist or be empty
         format: auto, dpr, beir, msmarco or pairs
         train, dev, test: file of this split (dpr, pairs)
-        query_column: column of the query (pairs)
-        positive_column: column of the relevant passage (pairs)
+        query_column: column of the query (pairs; left out: by its usual names)
+        positive_column: column of the relevant passage (pairs; likewise)
         negative_column: column of hard negatives, repeatable (pairs; default: negative, negatives, negative_1, ...)
         subset: configuration of the data set on the hub (pairs)
         max_negatives: keep at most this many negatives a row (default: all; msmarco: 5)
@@ -81,7 +83,14 @@ def prepare(
     paths = {split: Path(path) for split, path in (("train", train), ("dev", dev), ("test", test)) if path is not None}
     _check(name, paths, format, max_negatives, margin)
     kind = detect(name, paths) if format == "auto" else format
-    columns = Columns(query_column, positive_column, tuple(negative_column))
+    columns = Columns(query_column or "query", positive_column or "positive", tuple(negative_column))
+    if kind == "pairs" and None in (query_column, positive_column):
+        source = str(next(iter(paths.values()), name))
+        check_may_exist(source)
+        guess = guess_columns(source, subset, query_column, positive_column, negative_column)
+        if not guess.by_place and guess.columns != columns:
+            columns = guess.columns
+            note(guess.line)
     options = ReadOptions(columns, subset, require_negatives, tuple(system), margin, max_negatives)
     with scratch_for(output) as scratch:
         with open_splits(name, paths, kind, options, scratch) as splits:
