@@ -326,7 +326,8 @@ def test_too_few_rows_are_refused_before_anything_is_trained(model_folder: str, 
 def test_sizes_fit_the_rows_and_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     quick = chosen(fake(4300), 1e-4, monkeypatch)
-    assert (quick.n_total, quick.n_local, quick.epochs, quick.limit, quick.passages) == (128, 8, 3.0, None, None)
+    assert (quick.n_total, quick.n_local, quick.epochs, quick.limit, quick.passages) == (32, 8, 1.0, None, None)
+    assert chosen(fake(20_000), 1e-5, monkeypatch).n_total == 128
     assert chosen(fake(60_000), 1e-5, monkeypatch).epochs == 1.0
     small = chosen(fake(300), 1e-4, monkeypatch)
     assert (small.n_total, small.n_local) == (16, 8)

@@ -18,7 +18,7 @@ from contaccum.methods.table import get_method
 
 FEWEST = 16  # rows to train on: an update of the smallest kind
 FEW_UPDATES = 50  # below that, little is learnt
-UPDATES = 100  # below that, small data are passed over more than once ...
+UPDATES = 100  # of an epoch, by smaller ones where rows are few; below that, data are passed over more than once ...
 MOST_EPOCHS = 3  # ... but not more often than that
 N_TOTAL, N_LOCAL = 128, 8
 POINTS = 6  # of a learning curve
@@ -74,7 +74,7 @@ def sizes(
     if n_total is not None and n_total > data.rows:
         raise ValueError(f"n_total={n_total} is more than the {data.rows:,} rows to train on; use at most that many")
     runs, gpu = len(methods) * seeds, torch.cuda.is_available()
-    total = n_total or max(FEWEST, min(N_TOTAL, 2 ** int(math.log2(max(1, data.rows // 32)))))
+    total = n_total or max(FEWEST, min(N_TOTAL, 2 ** int(math.log2(max(1, data.rows // UPDATES)))))
     local = min(N_LOCAL, max(1, total // 2)) if n_local is None else n_local
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = 1 if gpu else max(1, min(cores, runs, 4))

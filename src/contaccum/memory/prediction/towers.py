@@ -179,7 +179,7 @@ def record_passes(encoder: Encoder, samples: int, tokens: int, mode: AbstractCon
                 recorder.next_segment()
                 del features, embeddings
                 recorder.next_segment()
-                torch.autograd.backward(edge, gradient)
+                torch.autograd.backward([edge], [gradient])
         finally:
             gc.enable()
             for hook in hooks:
