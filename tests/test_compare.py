@@ -23,7 +23,7 @@ pytest.importorskip("matplotlib", reason="needs contaccum[report]")
 pytest.importorskip("bm25s", reason="needs contaccum[mine]")
 
 from commands import Commands, commands
-from conftest import rows
+from conftest import rows, write_beir
 from contaccum import compare
 from contaccum.cli import app
 from contaccum.common.errors import DataError
@@ -122,6 +122,13 @@ def test_data_that_has_changed_is_refused(finished: tuple[Path, Any, list[str]],
     with pytest.raises(ValueError, match="has changed"):
         prepared(tmp_path / "more" / "pairs.csv", tmp_path / "made", Columns())
     assert told.passages == 300
+
+
+def test_an_output_within_the_data_s_folder_is_no_change(tmp_path: Path) -> None:
+    queries = [f"query {i}" for i in range(60)]
+    data = write_beir(tmp_path / "beir", queries, [f"text {i}" for i in range(60)], train=range(60))
+    first = prepared(data, data / "out" / "data", Columns())
+    assert prepared(data, data / "out" / "data", Columns()) == first
 
 
 def test_the_winner_is_trained_on_everything(finished: tuple[Path, Any, list[str]], tmp_path: Path) -> None:

@@ -260,7 +260,8 @@ def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequenc
     from contaccum.towers.loading import check_words
 
     minutes, tokens = asked["minutes"], asked["max_seq_length"] or _tokens(base["model"])
-    model = untrained_model({**base, "max_seq_length": tokens})  # whatever is wrong with it is found before anything is trained
+    # Whatever is wrong with it is found before anything is trained. A GPU is left to the runs.
+    model = untrained_model({**base, "max_seq_length": tokens}, "cpu")
     check_words(model, load_training_set(found.folder, "train", FIRST_ROWS)["query"][:])
     size = sizes(
         found,

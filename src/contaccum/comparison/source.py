@@ -58,7 +58,7 @@ class Prepared:
 
 def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | None = None, most_test: int | None = None) -> Prepared:
     """The source under `folder`, whole or not at all; what is there already is used again."""
-    known, files = folder / "prepared.json", _files(Path(source))
+    known, files = folder / "prepared.json", _files(Path(source), folder.parent)
     if (stored := read_if_whole(known)) is not None:
         before = Prepared(**stored)
         if changed := [file for file in sorted({*before.files, *files}) if before.files.get(file) != files.get(file)]:
@@ -85,8 +85,10 @@ def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | N
     return told
 
 
-def _files(source: Path) -> dict[str, list[int]]:
-    files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else []
+def _files(source: Path, output: Path) -> dict[str, list[int]]:
+    """The file, or those in the folder; without what is written below `output`, which may lie in it."""
+    inside = [path for path in sorted(source.rglob("*")) if path.is_file()] if source.is_dir() else []
+    files = [source] if source.is_file() else [path for path in inside if not path.resolve().is_relative_to(output.resolve())]
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
 
 

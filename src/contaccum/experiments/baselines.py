@@ -13,13 +13,13 @@ from contaccum.data.readers.queries import read_queries
 MODEL_OPTIONS = ("tied", "pooling", "similarity", "max_seq_length", "tokenizer", "passage_model")
 
 
-def untrained_model(options: dict[str, Any]) -> Any:
+def untrained_model(options: dict[str, Any], device: str | None = None) -> Any:
     """The model that training with these options starts from."""
     from contaccum.towers.dual_encoder import dual_encoder
     from contaccum.towers.loading import same_missing_weights
 
     with same_missing_weights():
-        return dual_encoder(options["model"], **{name: options[name] for name in MODEL_OPTIONS if name in options})
+        return dual_encoder(options["model"], **{name: options[name] for name in MODEL_OPTIONS if name in options}, device=device)
 
 
 def search_by_words(collection: str, queries: str, split: str | None, k: int, output: Path) -> None:

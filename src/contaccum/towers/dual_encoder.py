@@ -52,6 +52,7 @@ def dual_encoder(
     passage_prompt: str | None = None,
     include_prompt: bool = True,
     model_kwargs: dict[str, Any] | None = None,
+    device: str | None = None,
 ) -> SentenceTransformer:
     """A SentenceTransformer with a tower for queries and one for passages, or one for both.
 
@@ -68,6 +69,7 @@ def dual_encoder(
         query_prompt, passage_prompt: put before each query and passage by `encode_query` and `encode_document`.
         include_prompt: pool the prompt's tokens too.
         model_kwargs: for transformers, as {"dtype": torch.bfloat16}; weights are in single precision otherwise.
+        device: as "cpu"; None: a GPU where there is one.
 
     `save_pretrained(folder)` writes one folder that `SentenceTransformer(folder)` loads, for `encode_query` and `encode_document`.
     """
@@ -102,7 +104,7 @@ def dual_encoder(
     if not tied:
         modules = [Router.for_query_document(modules, tower(passage_source))]
     prompts = {name: prompt for name, prompt in (("query", query_prompt), ("document", passage_prompt)) if prompt}
-    return SentenceTransformer(modules=modules, similarity_fn_name=SimilarityFunction(similarity), prompts=prompts or None)
+    return SentenceTransformer(modules=modules, similarity_fn_name=SimilarityFunction(similarity), prompts=prompts or None, device=device)
 
 
 def paired_sources(model: Source, passage_model: Source | None) -> tuple[Source | DPRPart, Source | DPRPart]:
