@@ -17,8 +17,8 @@ import pytest
 from contaccum.cli import app
 from contaccum.common.errors import DataError
 from contaccum.data.answers import has_answer
-from contaccum.data.bm25 import Bm25
 from contaccum.data.mine import mine
+from contaccum.data.negatives import Chooser
 from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.training_set import as_table, load_training_set
 from mining import CAPITALS, prepared_files
@@ -116,12 +116,12 @@ def test_failed_mining_leaves_nothing(prepared: Path) -> None:
 
 
 def test_a_failure_while_negatives_are_written_leaves_nothing(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def search(self: Bm25, query: str, depth: int) -> list[int]:
+    def choose(self: Chooser, query: str, candidates: object) -> list[str]:
         if "Italy" in query:
             raise KeyboardInterrupt
-        return [1]
+        return ["a passage"]
 
-    monkeypatch.setattr(Bm25, "search", search)
+    monkeypatch.setattr(Chooser, "__call__", choose)
     with pytest.raises(KeyboardInterrupt):
         mine(prepared / "prepared", prepared / "passages.tsv", prepared / "out")
     assert sorted(path.name for path in prepared.iterdir()) == ["passages.tsv", "prepared"]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
+import bm25s
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import texts
 from contaccum.common.errors import DataError
+from contaccum.data import bm25
 from contaccum.data.answers import has_answer
-from contaccum.data.bm25 import Bm25
 from contaccum.data.negatives import Chooser, mine_bm25
 from contaccum.data.negatives import existing as existing_negatives
 from mining import CAPITALS, passages, training_set
@@ -33,27 +37,51 @@ def naive_bm25(query: list[str], documents: list[list[str]], k1: float = 1.5, b:
     return scores
 
 
+def best(documents: list[str], query: str, depth: int = 10, stopwords: str | None = "en") -> list[int]:
+    (found,) = bm25.best_passages(documents, [query], depth, stopwords)
+    return [int(position) for position in found]
+
+
+@pytest.mark.parametrize("block", [1, 40, 8_388_608])
 @pytest.mark.parametrize("depth", [1, 3, 10, 500])
-def test_search_ranks_by_bm25_and_breaks_ties_by_position(depth: int) -> None:
-    documents = [*texts(150, seed=1), *texts(50, seed=1), "", "w1"]
-    index = Bm25(documents, stopwords=None)
-    assert len(index) == len(documents)
-    for query in texts(30, seed=2):
+def test_search_ranks_by_bm25_and_breaks_ties_by_position(depth: int, block: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bm25, "BLOCK", block)
+    monkeypatch.setattr(bm25, "TOGETHER", 7)
+    documents, queries = [*texts(150, seed=1), *texts(50, seed=1), "", "w1"], [*texts(30, seed=2), "w1 w1 w2"]
+    blocks: list[Path] = []
+
+    def shown(files: Iterable[Path]) -> Iterable[Path]:
+        blocks.extend(files)
+        return files
+
+    found = bm25.best_passages(iter(documents), queries, depth, None, tmp_path, shown)
+    assert len(blocks) > 5 if block < 100 else len(blocks) == 1
+    assert list(tmp_path.iterdir()) == []
+    for query, positions in zip(queries, found, strict=True):
         scores = naive_bm25(query.split(), [document.split() for document in documents])
         ranked = sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: (-round(scores[i], 4), i))
-        assert index.search(query, depth) == ranked[:depth]
+        assert positions.tolist() == ranked[:depth]
+
+
+def test_scores_are_those_of_bm25s() -> None:
+    documents, queries = texts(200, seed=3), texts(20, seed=4)
+    index = bm25s.BM25(method="lucene", k1=bm25.K1, b=bm25.B)
+    index.index([document.split() for document in documents], show_progress=False)
+    for query, positions in zip(queries, bm25.best_passages(documents, queries, 5, None), strict=True):
+        scores = index.get_scores(query.split())
+        assert np.allclose(scores[positions], np.sort(scores)[::-1][: len(positions)], rtol=1e-5)
 
 
 def test_search_finds_nothing_for_unknown_words_and_stop_words() -> None:
-    index = Bm25(["the cat", "a dog"])
-    assert index.search("", 5) == index.search("the of and", 5) == index.search("unknown", 5) == []
-    assert index.search("The CAT", 5) == [0]
-    assert Bm25(["the cat", "a dog"], stopwords=None).search("the", 5) == [0]
+    documents = ["the cat", "a dog"]
+    assert best(documents, "") == best(documents, "the of and") == best(documents, "unknown") == []
+    assert best(documents, "The CAT") == [0]
+    assert best(documents, "the", stopwords=None) == [0]
 
 
 def test_a_collection_without_words_is_refused() -> None:
     with pytest.raises(DataError, match="holds no word to index"):
-        Bm25(["", "...", "the"])
+        best(["", "...", "the"], "cat")
 
 
 # What may be a negative
@@ -62,7 +90,7 @@ def test_a_collection_without_words_is_refused() -> None:
 def test_negatives_contain_no_answer_and_are_no_positive_in_rank_order() -> None:
     rows = training_set(("What is the capital of France?", CAPITALS[0], ["Paris"]))
     (mined,) = mine_bm25(rows, passages(*CAPITALS), per_query=10)
-    ranked = [CAPITALS[i] for i in Bm25(CAPITALS).search("What is the capital of France?", 10)]
+    ranked = [CAPITALS[i] for i in best(CAPITALS, "What is the capital of France?")]
     assert CAPITALS[0] in ranked  # the positive is found, so leaving it out is not vacuous
     assert mined == [text for text in ranked if "Paris" not in text]
     assert len(mined) == 4
@@ -72,7 +100,7 @@ def test_negatives_contain_no_answer_and_are_no_positive_in_rank_order() -> None
 def test_without_answers_only_positives_are_excluded() -> None:
     rows = training_set(("capital of France", CAPITALS[0], []), ("capital of France", CAPITALS[2], []))
     first, second = mine_bm25(rows, passages(*CAPITALS), per_query=10)
-    assert first == second == [CAPITALS[i] for i in Bm25(CAPITALS).search("capital of France", 10) if i not in (0, 2)]
+    assert first == second == [CAPITALS[i] for i in best(CAPITALS, "capital of France") if i not in (0, 2)]
 
 
 def test_answers_of_all_rows_of_a_query_count() -> None:

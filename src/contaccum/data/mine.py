@@ -125,7 +125,9 @@ def _miner(
         from contaccum.data.bm25 import tokenizer_without
 
         tokenizer_without(stopwords)
-        return lambda rows, passages, scratch: mine_bm25(rows, passages, per_query=per_query, depth=depth, match=match, stopwords=stopwords)
+        return lambda rows, passages, scratch: mine_bm25(
+            rows, passages, per_query=per_query, depth=depth, match=match, stopwords=stopwords, scratch=scratch
+        )
     if model is None:
         raise ValueError("method='dense' needs the folder or name of a trained model; give one with --model")
     from contaccum.towers.loading import load_model

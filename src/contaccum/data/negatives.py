@@ -11,7 +11,6 @@ Each miner gives one list of texts per row of the training set, in its order, as
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +27,6 @@ from contaccum.data.answers import AnswerMatcher, searchable
 
 if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
-
-    from contaccum.data.bm25 import Bm25
 
 BLOCK = 64  # queries searched, or rows scored, at a time
 DENSE_BLOCK = 8192  # queries per call of mine_hard_negatives: their candidates are held as texts
@@ -79,7 +76,14 @@ def _distinct(texts: Iterable[str]) -> Iterator[str]:
 
 
 def mine_bm25(
-    dataset: Dataset, passages: Dataset, *, per_query: int = 10, depth: int = 100, match: str = "string", stopwords: str | None = "en"
+    dataset: Dataset,
+    passages: Dataset,
+    *,
+    per_query: int = 10,
+    depth: int = 100,
+    match: str = "string",
+    stopwords: str | None = "en",
+    scratch: str | Path | None = None,
 ) -> Iterator[list[str]]:
     """Per row, up to `per_query` negatives among the `depth` passages with the highest BM25 scores for its query, best first.
 
@@ -88,28 +92,32 @@ def mine_bm25(
         passages: a table with a column "text".
         match: how answers are compared, "string" or "regex" (see `contaccum.data.answers`).
         stopwords: words that are not indexed, as a language of bm25s ("en"), or None.
+        scratch: folder for about five bytes a word of the collection, while this runs; left out: the system's.
 
-    Memory: about 25 bytes per indexed word of the collection while the index is built and 8 after that, besides the training set's
-    queries, positives and answers; `passages` is read in blocks and may lie on disk. One million passages of 100 words (64 million
-    indexed words, 540,000 distinct) peaked at 2.4 GB for the whole command, a quarter of it pages of the memory-mapped passages.
+    Memory does not grow with the collection: half a GB for what is scored at a time, 12 bytes times `depth` for each query, and the
+    training set's queries, positives and answers. `passages` is read in blocks and may lie on disk.
     """
-    from contaccum.data.bm25 import Bm25
+    from contaccum.data.bm25 import best_passages
 
     check_numbers(per_query, depth)
     choose = Chooser(dataset, per_query, match)
+    rows = [text for rows in dataset.select_columns("query").iter(batch_size=1000) for text in rows["query"]]
+    queries = {text: number for number, text in enumerate(dict.fromkeys(rows))}
+    bar = partial(tqdm, dynamic_ncols=True, disable=None)
     texts = (text for rows in passages.iter(batch_size=1000) for text in rows["text"])
-    shown = tqdm(texts, desc="indexing", total=len(passages), unit="passage", dynamic_ncols=True, disable=None)
-    index = Bm25(shown, stopwords, show_progress=sys.stderr.isatty())
-    return _from_index(dataset, passages, index, choose, depth)
+    shown = bar(texts, desc="indexing", total=len(passages), unit="passage")
+    folder = None if scratch is None else Path(scratch)
+    found = best_passages(shown, list(queries), depth, stopwords, folder, partial(bar, desc="scoring", unit="block"))
+    return _chosen(rows, [found[queries[text]] for text in rows], passages, choose)
 
 
-def _from_index(dataset: Dataset, passages: Dataset, index: Bm25, choose: Chooser, depth: int) -> Iterator[list[str]]:
-    for queries in _blocks(text for rows in dataset.select_columns("query").iter(batch_size=1000) for text in rows["query"]):
-        found = [index.search(query, depth) for query in queries]
-        needed = sorted({position for positions in found for position in positions})
+def _chosen(rows: Sequence[str], found: Sequence[Any], passages: Dataset, choose: Chooser) -> Iterator[list[str]]:
+    """`found`: positions of each row's candidates."""
+    for block in _blocks(zip(rows, found, strict=True)):
+        needed = sorted({int(position) for _, positions in block for position in positions})
         fetched = dict(zip(needed, passages[needed]["text"], strict=True))
-        for query, positions in zip(queries, found, strict=True):
-            yield choose(query, (fetched[position] for position in positions))
+        for query, positions in block:
+            yield choose(query, (fetched[position] for position in positions.tolist()))
 
 
 def mine_dense(

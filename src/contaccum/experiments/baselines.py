@@ -24,7 +24,7 @@ def untrained_model(options: dict[str, Any], device: str | None = None) -> Any:
 
 def search_by_words(collection: str, queries: str, split: str | None, k: int, output: Path) -> None:
     """A run file of BM25's ranking."""
-    from contaccum.data.bm25 import Bm25
+    from contaccum.data.bm25 import best_passages
     from contaccum.retrieval.runs import Hit, write_run
 
     keys: list[str] = []
@@ -34,10 +34,11 @@ def search_by_words(collection: str, queries: str, split: str | None, k: int, ou
             keys.append(key)
             yield text
 
-    index = Bm25(texts())
+    asked = list(read_queries(queries, split))
+    found = best_passages(texts(), [query.text for query in asked], k)
     ranked = {
-        query.id: [Hit(keys[place], float(k - rank)) for rank, place in enumerate(index.search(query.text, k))]
-        for query in read_queries(queries, split)
+        query.id: [Hit(keys[place], float(k - rank)) for rank, place in enumerate(places)]
+        for query, places in zip(asked, found, strict=True)
     }
     with whole_file(output) as file:
         write_run(file, ranked, "bm25")
