@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,8 @@ def test_what_cannot_be_parsed_or_made_is_one_line(given: list[str], told: str) 
 
 def test_an_interrupt_is_one_line(jsonl, model_folder, tmp_path) -> None:
     words = command(options(jsonl(64), model_folder, tmp_path / "run", epochs=1000))
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and so would this one
+    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=heard) as process:
         while not (tmp_path / "run" / "log.jsonl").exists():
             assert process.poll() is None
             time.sleep(0.05)

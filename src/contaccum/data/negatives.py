@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from tqdm import tqdm
 
-from contaccum.common.errors import DataError
 from contaccum.data.answers import AnswerMatcher, searchable
 
 if TYPE_CHECKING:
@@ -226,9 +225,6 @@ def load_cross_encoder(name: str | Path) -> CrossEncoder:
     from contaccum.towers.loading import load_model
 
     loaded: CrossEncoder = load_model(name, CrossEncoder)
-    heads = getattr(getattr(loaded.model, "config", None), "architectures", None) or []
-    if heads and not any("For" in head for head in heads):  # its scores would be those of random weights
-        raise DataError(f"{name} is a {heads[0]}, without a head that scores pairs; give a cross-encoder")
     return loaded
 
 

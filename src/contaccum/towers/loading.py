@@ -34,7 +34,7 @@ def same_missing_weights() -> Iterator[None]:
 
 
 @contextmanager
-def needed_weights(source: object) -> Iterator[None]:
+def needed_weights(source: object, remedy: str = WHOLE) -> Iterator[None]:
     """DataError where transformers finds files without weights that the vectors depend on: it would draw them, and only log it. What
     nothing uses, as BERT's own pooler, may be missing."""
     missing, load = list[str](), PreTrainedModel.__dict__["from_pretrained"]
@@ -50,12 +50,13 @@ def needed_weights(source: object) -> Iterator[None]:
     finally:
         setattr(PreTrainedModel, "from_pretrained", load)  # noqa: B010
     if missing:
-        raise DataError(f"{source} lacks {len(missing)} of its weights, as {missing[0]}, which would be random; {WHOLE}")
+        raise DataError(f"{source} lacks {len(missing)} of its weights, as {missing[0]}, which would be random; {remedy}")
 
 
 def load_model(name: str | Path, kind: type[Any] = SentenceTransformer, **options: Any) -> Any:
     """`kind(name)` in single precision, whatever it is stored in: half of it is many times slower on a CPU, and autocast is for the GPU."""
-    with readable(f"{name} cannot be loaded as a {kind.__name__}", WHOLE), needed_weights(name), same_missing_weights():
+    remedy = WHOLE if kind is SentenceTransformer else f"give a {kind.__name__}"  # most likely it is of another kind
+    with readable(f"{name} cannot be loaded as a {kind.__name__}", WHOLE), needed_weights(name, remedy), same_missing_weights():
         model = kind(str(name), model_kwargs={"dtype": torch.float32}, **options)
     check_finite(model, name)
     for module in model.modules():
