@@ -201,6 +201,16 @@ def test_the_page_fits_a_phone_and_follows_dark_mode(page: Path, browser: Chromi
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_the_name_of_an_option_is_not_broken_after_its_hyphens(browser: Chromium, tmp_path: Path) -> None:
+    answer = Answer(["Use it."], f"contaccum train --data {'a/' * 40} --max-seq-length 16 <x>", "To train:")
+    summary = summary_of([make_run(tmp_path / "run")])
+    (tmp_path / "page.html").write_text(html_page(summary, [], {}, None, "", "One", "", {}, answer))
+    browser.open(tmp_path / "page.html", width=390)
+    assert browser.run("document.querySelector('pre.command').textContent") == answer.command
+    lines = "Math.max(...[...document.querySelectorAll('pre.command span')].map(name => name.getClientRects().length))"
+    assert browser.run(lines) == 1
+
+
 @pytest.mark.parametrize("runs", [8, 45])
 def test_configurations_of_many_runs_fit_a_printed_page(browser: Chromium, tmp_path: Path, runs: int) -> None:
     """With values of every length, and names that have no place to be broken at."""

@@ -62,9 +62,14 @@ def page(
 def _answer(answer: Answer) -> str:
     headline, *details = answer.sentences
     listed = "".join(f"<li>{html.escape(detail)}</li>" for detail in details)
-    told = f'<p>{html.escape(answer.command_for)}</p><pre class="command">{html.escape(answer.command or "")}</pre>'
+    told = f'<p>{html.escape(answer.command_for)}</p><pre class="command">{_unbroken(answer.command or "")}</pre>'
     command = told if answer.command else ""
     return f'<p class="verdict">{html.escape(headline)}</p>' + (f"<ul>{listed}</ul>" if listed else "") + command
+
+
+def _unbroken(command: str) -> str:
+    """The name of an option is not broken after its hyphens."""
+    return " ".join(f"<span>{word}</span>" if word.startswith("--") else word for word in html.escape(command).split(" "))
 
 
 def _key(name: str) -> str:
