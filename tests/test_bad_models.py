@@ -155,6 +155,12 @@ def test_a_plan_of_a_spoilt_configuration_is_refused(changes: dict, copied: Path
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("use", [dual_encoder, lambda file: plan(TrainConfig(model=str(file), memory="2GB"))])
+def test_a_file_of_a_model_s_folder_is_no_dpr_checkpoint(use: Callable[[Path], object], copied: Path) -> None:
+    with pytest.raises(DataError, match=r"model\.safetensors is a part of a model; give its folder"):
+        use(copied / "model.safetensors")
+
+
 @pytest.mark.parametrize(
     "content",
     [b"", b"text", pickle.dumps([1]), pickle.dumps({"model_dict": {"question_model.x": 1}}), pickle.dumps(Owned())],

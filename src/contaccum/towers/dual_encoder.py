@@ -35,6 +35,7 @@ PAIRS = (
     *(("query_encoder", "doc_encoder"), ("question_encoder", "ctx_encoder"), ("query", "passage")),
     ("query_0_Transformer", "document_0_Transformer"),  # as two towers are saved
 )
+PARTS = ("config.json", "model.safetensors", "pytorch_model.bin")  # files of a model's folder
 
 Source = str | Path | PretrainedConfig
 
@@ -114,6 +115,8 @@ def paired_sources(model: Source, passage_model: Source | None) -> tuple[Source 
         return model, model
     path = Path(model)
     if path.is_file():
+        if path.name in PARTS:
+            raise DataError(f"{path} is a part of a model; give its folder, {path.parent}")
         return DPRPart(path, "question_model."), DPRPart(path, "ctx_model.")
     for query_folder, passage_folder in PAIRS:
         if (path / query_folder).is_dir() and (path / passage_folder).is_dir():
