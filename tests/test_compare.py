@@ -26,7 +26,7 @@ from commands import Commands, commands
 from conftest import rows, write_beir
 from contaccum import compare
 from contaccum.cli import app
-from contaccum.common.errors import DataError
+from contaccum.common.errors import DataError, FailedRunsError
 from contaccum.comparison.compare import BEFORE, WORDS
 from contaccum.comparison.sizing import Sizes, Speed, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared
@@ -101,7 +101,7 @@ def test_seeds_and_methods_are_added_to_what_is_there(model_folder: str, tmp_pat
     assert [[run.seed for run in row.runs] for row in found.summary.rows if row.trained] == [[42, 43], [42, 43]]
     assert {path: path.stat().st_mtime_ns for path in before} == before
     changed = {"gradaccum": {"method": "gradaccum", "lr": 1.0}}
-    with pytest.raises(ValueError, match="was begun with configurations="):
+    with pytest.raises(ValueError, match=r"was begun with lr=None, not 1\.0"):
         compare(file, **options, configurations=changed)
 
 
@@ -246,7 +246,7 @@ class TestSource:
             (["query,positive", "one,two"], "1 rows are too few"),
             (["query,positive", *["same,same"] * 40], "40 rows are too few, or share too many texts"),
             (["query,positive", *[f"question {i},the one answer" for i in range(40)]], "share too many texts"),
-            (["a,b", "1,2", "3,4"], "only none of its columns"),
+            (["a,b", "1,2", "3,4"], "a.csv: none of its columns"),
             (["a,b", "1,word", "3,other"], "only b of its columns"),
             (["text", *[f"word {i}" for i in range(9)]], "two columns of texts are needed"),
             ([f"{'a long first question ' * 5},{'and its answer ' * 9}", "c,d"], "the first line must name the columns"),
@@ -287,6 +287,10 @@ class TestSource:
     def test_columns_that_are_not_there_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"no column ask; columns there: id, Question, answer"):
             prepared(table(tmp_path), tmp_path / "data", Columns(query="ask"))
+
+    def test_one_column_cannot_be_both(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="column 'answer' is chosen twice"):
+            prepared(table(tmp_path), tmp_path / "data", Columns(query="answer", positive="answer"))
 
     @pytest.mark.parametrize(
         ("names", "query", "positive", "negatives"),
@@ -354,6 +358,19 @@ def test_three_runs_on_two_cores_take_two_rounds(monkeypatch: pytest.MonkeyPatch
     size = chosen(fake(1000, passages=1), 1e-2, monkeypatch, epochs=1)
     rest = 12 + 1e-2 + 6 * 700 * 1e-2  # beginning, judging and the curve
     assert size.expected_seconds == pytest.approx(2 * (6e-2 * 1000 + rest))  # gradaccum and contaccum; GradCache beside them
+
+
+def test_a_seed_given_twice_is_one_run(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = list[str]()
+
+    def note(cells: Any, *_: Any) -> list[str]:
+        names.extend(cell.name for cell in cells)
+        return names
+
+    monkeypatch.setattr("contaccum.comparison.compare._run", note)
+    with pytest.raises(FailedRunsError):
+        compare(table(tmp_path), model=model_folder, output=tmp_path / "out", **OPTIONS, seeds=[3, 3], say=lambda line: None)
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

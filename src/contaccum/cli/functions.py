@@ -137,5 +137,5 @@ def _parsed(name: str, value: Any, kind: str) -> Any:
     if kind == PAIRS:
         return list(zip(value[::2], value[1::2], strict=True))
     if kind == "Sequence[int]":
-        return whole_numbers(f"--{name.replace('_', '-')}", value, "20,100")
+        return whole_numbers(f"--{name.replace('_', '-')}", value, "42,43" if name == "seeds" else "20,100")
     return [part.strip() for part in value.split(",")] if kind == "Sequence[str]" else value

@@ -116,7 +116,7 @@ def compare(
     Also judged are the model before training and BM25. The result holds what the page shows. In Python, `settings` are further fields of
     a training configuration for all methods, and `configurations` (name -> fields) replace `methods`.
     """
-    tell = say or _to_stderr
+    tell, seeds = say or _to_stderr, list(dict.fromkeys(seeds))
     chosen = configurations or {name: {"method": name} for name in methods}
     base = _base(model, memory, lr, settings or {})
     request = {"data": _named(data), "model": _named(model), "seeds": list(seeds), "configurations": chosen, "base": base, "subset": subset}
@@ -204,8 +204,8 @@ def _claim(folder: Path, wanted: dict[str, Any]) -> None:
     if file.exists():
         before = read_json(file)
         if differing := [name for name in wanted if before.get(name) != wanted[name] and not _adds(name, before.get(name), wanted[name])]:
-            name = differing[0]
-            raise ValueError(f"{folder} was begun with {name}={before.get(name)!r}, not {wanted[name]!r}; use another --output")
+            name, old, new = _difference(differing[0], before.get(differing[0]), wanted[differing[0]])
+            raise ValueError(f"{folder} was begun with {name}={old!r}, not {new!r}; use another --output")
         if before != wanted:
             write_json(file, wanted)
         return
@@ -214,6 +214,14 @@ def _claim(folder: Path, wanted: dict[str, Any]) -> None:
         raise ValueError(f"{folder} is not empty and holds no comparison; use another --output")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(file, wanted)
+
+
+def _difference(name: str, before: Any, wanted: Any) -> tuple[str, Any, Any]:
+    """Of two objects the first field that differs, not all of both."""
+    if not (isinstance(before, dict) and isinstance(wanted, dict)):
+        return name, before, wanted
+    inner = next(key for key in {**wanted, **before} if before.get(key) != wanted.get(key))
+    return _difference(inner, before.get(inner), wanted.get(inner))
 
 
 def _adds(name: str, before: Any, wanted: Any) -> bool:

@@ -88,7 +88,8 @@ def _described(columns: Columns, how: str, names: Sequence[str]) -> str:
 
 
 def _lacking(texts: Sequence[str], names: Sequence[str]) -> str:
-    return f"only {listed(texts)} of its columns ({listed(names)}) {'holds' if len(texts) == 1 else 'hold'} texts"
+    only = f"only {listed(texts)} of" if texts else "none of"
+    return f"{only} its columns ({listed(names)}) {'hold' if len(texts) > 1 else 'holds'} texts"
 
 
 def _peek(source: str, subset: str | None) -> list[Mapping[str, Any]]:

@@ -37,6 +37,11 @@ class Columns:
     positive: str = "positive"
     negatives: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if twice := next((name for name in self.named() if self.named().count(name) > 1), None):
+            options = "--query-column, --positive-column and --negative-column"
+            raise ValueError(f"column {twice!r} is chosen twice, of query, positive and negatives; choose others with {options}")
+
     def named(self) -> tuple[str, ...]:
         return (self.query, self.positive, *self.negatives)
 
