@@ -79,7 +79,7 @@ def test_all_are_judged_on_the_same_and_the_page_says_which_to_use(finished: tup
     assert "255 rows x 1 epoch, 16 samples an update, 4 of them in memory at once, 16 tokens of a text, lr 0.01" in found.training[1]
     assert all(html.escape(line) in page for line in found.training), "the page says what was trained"
     assert found.command is not None
-    assert html.escape(found.command) in page
+    assert html.escape(found.command) in page.replace("<span>", "").replace("</span>", "")  # of options, not broken within
 
 
 def test_run_again_nothing_is_trained_and_the_figures_are_the_same(finished: tuple[Path, Any, list[str]], model_folder: str) -> None:

@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from contaccum.common.errors import DataError
+from contaccum.data.held_out import split_rows
 from contaccum.data.prepare import prepare
 from contaccum.data.readers import beir
-from contaccum.data.training_set import load_training_set
+from contaccum.data.training_set import as_table, load_training_set
 from data_files import TRIPLETS, assert_refused, out_folder, write, write_pairs
 
 out = pytest.fixture(out_folder)
@@ -93,6 +94,12 @@ def test_held_out_rows_are_a_test_split_and_a_folder_to_judge_by(tmp_path: Path,
     judged = beir.read_qrels(out / "beir" / "qrels" / "test.tsv")
     found = {(queries[query], corpus[passage]) for query, grades in judged.items() for passage in grades}
     assert found == set(zip(test["query"], test["positive"], strict=True))
+
+
+def test_rows_that_all_appear_several_times_are_held_out_by_groups() -> None:
+    table = as_table({"query": [f"q{i // 3}" for i in range(90)], "positive": [f"p{i // 3}" for i in range(90)], "answers": [[]] * 90})
+    parts = split_rows(table, {"test": 9, "dev": 4})
+    assert {name: len(rows) for name, rows in parts.items()} == {"train": 75, "test": 9, "dev": 6}
 
 
 @pytest.mark.parametrize(("share", "message"), [(1.5, "hold_out=1.5 must be a share"), (0.2, "the source has one")])

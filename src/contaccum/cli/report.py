@@ -49,6 +49,6 @@ def show_report(summary: Summary, output: str = "report.html", **_: Any) -> None
 
 
 @command("contaccum.report.card", "push")
-def show_pushed(told: dict[str, Any], **_: Any) -> None:
+def show_pushed(pushed: dict[str, Any], **_: Any) -> None:
     """Example: contaccum push runs/final me/my-encoder --private"""
-    print(f"{told['model']} -> {told['name']}" if told["uploaded"] else f"card: {told['card']}; nothing was uploaded")
+    print(f"{pushed['model']} -> {pushed['name']}" if pushed["uploaded"] else f"card: {pushed['card']}; nothing was uploaded")

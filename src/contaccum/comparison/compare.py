@@ -65,8 +65,8 @@ class Comparison:
             raise FailedRunsError(f"failed: {', '.join(self.failed)}; why is in cell.log in {self.output / 'cells'}")
 
     def as_json(self) -> dict[str, Any]:
-        told = {name: getattr(self, name) for name in ("headline", "details", "winner", "command", "failed", "training")}
-        return {**self.summary.as_json(), "metric": self.summary.headline, **told, "page": str(self.page)}
+        fields = {name: getattr(self, name) for name in ("headline", "details", "winner", "command", "failed", "training")}
+        return {**self.summary.as_json(), "metric": self.summary.headline, **fields, "page": str(self.page)}
 
 
 def compare(
@@ -122,6 +122,8 @@ def compare(
     request = {"data": _named(data), "model": _named(model), "seeds": list(seeds), "configurations": chosen, "base": base, "subset": subset}
     asked = {"n_total": n_total, "n_local": n_local, "epochs": epochs, "max_seq_length": max_seq_length, "minutes": minutes}
     columns = Columns(query_column, positive_column, tuple(negative_column))
+    if not str(data):
+        raise ValueError("no data to compare on: give a file, a folder or the name of a data set on the hub")
     _check(chosen, base, asked, memory, seeds)
     folder = Path(output)
     with alone_in(folder):
@@ -145,15 +147,15 @@ def compare(
 
         runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
         intro = _introduction(chosen) if introduction is None else introduction
-        told = [f"{data}: {found.lines[-1]}", *(line.removeprefix("note: ") for line in training if not line.startswith("expected"))]
-        return outcome(folder, runs, options, found, size, failed, title, intro, told)
+        about = [f"{data}: {found.lines[-1]}", *(line.removeprefix("note: ") for line in training if not line.startswith("expected"))]
+        return outcome(folder, runs, options, found, size, failed, title, intro, about)
 
 
 def _introduction(chosen: dict[str, dict[str, Any]]) -> str:
     """For whoever reads the page first."""
-    told = "; ".join(f"{name}: {get_method(options['method']).summary}" for name, options in chosen.items())
+    listed = "; ".join(f"{name}: {get_method(options['method']).summary}" for name, options in chosen.items())
     return (
-        f"What was compared. {told}. n_total is an update's samples, n_local those in memory at once. {BEFORE}: the model as it was. "
+        f"What was compared. {listed}. n_total is an update's samples, n_local those in memory at once. {BEFORE}: the model as it was. "
         f"{WORDS}: search by shared words, without a model. {METRICS[0]} is 100 where the relevant passage always comes first, and 0 where "
         "it is never among the first ten. Negatives are the passages that a query learns to be unlike, besides its own."
     )

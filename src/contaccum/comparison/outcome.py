@@ -17,7 +17,7 @@ from contaccum.report.build import report
 from contaccum.report.numbers import duration, percent, points, size
 from contaccum.report.rows import ConfigRow, memory_measure
 from contaccum.report.summary import BUSY, Summary, collapsed, compared, significant
-from contaccum.report.verdict import Answer, listed, told_test
+from contaccum.report.verdict import Answer, listed, test_in_words
 
 BASELINES = (BEFORE, WORDS)
 ALL_SPLITS = "train+dev+test"
@@ -60,10 +60,10 @@ def outcome(
         provenance=described,
         answer=answer,
     )
-    told = answered[-1]
+    final = answered[-1]
     winner = recommended(summary)
     name = winner.name if winner else None
-    return Comparison(folder, summary, told.sentences[0], told.sentences[1:], name, told.command, told.command_for, failed, training)
+    return Comparison(folder, summary, final.sentences[0], final.sentences[1:], name, final.command, final.command_for, failed, training)
 
 
 def recommended(summary: Summary) -> ConfigRow | None:
@@ -103,13 +103,13 @@ def _comparable(rows: Sequence[ConfigRow]) -> bool:
 
 
 def answer_of(summary: Summary, commands: Mapping[str, str], failed: Sequence[str]) -> Answer:
-    told = list(_sentences(summary))
-    told += [f"Failed, and not in the table: {listed(list(failed))}."] if failed else []
+    lines = list(_sentences(summary))
+    lines += [f"Failed, and not in the table: {listed(list(failed))}."] if failed else []
     winner, trained = recommended(summary), _trained(summary)
     if not trained:
-        return Answer(told)
+        return Answer(lines)
     chosen, all_the_same = winner or trained[0], "" if winner else " all the same"
-    return Answer(told, commands[chosen.name], f"To train {chosen.name}{all_the_same} on all rows, those for testing included:")
+    return Answer(lines, commands[chosen.name], f"To train {chosen.name}{all_the_same} on all rows, those for testing included:")
 
 
 def _sentences(summary: Summary) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _sentences(summary: Summary) -> Iterator[str]:
     yield from lost
     for row in [*(row for row in trained if row is not chosen), *baselines]:
         if (test := compared(chosen, row, METRICS[0])) is not None:
-            yield f"{chosen.name} against {row.name} ({_at(row)}): {told_test(test)}{'' if significant(test) else ': tied'}."
+            yield f"{chosen.name} against {row.name} ({_at(row)}): {test_in_words(test)}{'' if significant(test) else ': tied'}."
     yield from _cost(trained)
     if len(chosen.runs) == 1:
         first = chosen.runs[0].seed or 0
@@ -174,12 +174,12 @@ def _cost(trained: Sequence[ConfigRow]) -> Iterator[str]:
 
 def command(data: Prepared, sizes: Sizes, options: Mapping[str, Any], output: Path) -> str:
     """`contaccum train` with these fields, on every row; where small data were passed over in part, on all of it."""
-    told = {**options, "data": data.folder, "model": _from_here(options["model"]), "split": ALL_SPLITS, "output": str(output)}
-    told |= {"n_local": options["n_local"] or "auto", "warmup_updates": None, "limit": None}
-    shown = [name for name in _ORDER if name in told] + sorted(set(told) - set(_ORDER) - set(_NOT_SHOWN))
+    fields = {**options, "data": data.folder, "model": _from_here(options["model"]), "split": ALL_SPLITS, "output": str(output)}
+    fields |= {"n_local": options["n_local"] or "auto", "warmup_updates": None, "limit": None}
+    shown = [name for name in _ORDER if name in fields] + sorted(set(fields) - set(_ORDER) - set(_NOT_SHOWN))
     words = ["contaccum train"]
     for name in shown:
-        value = told[name]
+        value = fields[name]
         if value == getattr(TrainConfig, name, None) and name not in ("method", "n_local", "n_total", "lr"):
             continue
         flag = f"--{name.replace('_', '-')}"

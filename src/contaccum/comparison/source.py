@@ -80,9 +80,9 @@ def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | N
         lines += _counts(found)
         summary = _with_held_out(found, scratch, folder, lines, most_test)
         save_splits(summary, scratch, folder, judged=True, others=_own_collection(Path(source), kind))
-    told = replace(_told(summary, folder, lines), files=files)
-    write_json(known, asdict(told))
-    return told
+    result = replace(_counted(summary, folder, lines), files=files)
+    write_json(known, asdict(result))
+    return result
 
 
 def _files(source: Path, output: Path) -> dict[str, list[int]]:
@@ -126,7 +126,7 @@ def _own_collection(source: Path, kind: str) -> Iterator[str]:
     yield from chain.from_iterable((text for _, text in encoded_texts(file)) for file in files)
 
 
-def _told(summary: PrepareSummary, folder: Path, lines: list[str]) -> Prepared:
+def _counted(summary: PrepareSummary, folder: Path, lines: list[str]) -> Prepared:
     beir = folder / "beir"
     passages, queries = count_lines(beir), len(read_qrels(qrels_file(beir, "test")))
     lines.append(f"{summary.splits['train'].rows:,} rows to train on, {queries:,} test queries, {passages:,} passages to search")

@@ -73,15 +73,15 @@ class _Watch:
 
     def _look(self) -> None:
         while not self.over.wait(EVERY):
-            told, done = [], 0
+            losses, done = [], 0
             for one in self.work:
                 lines = read_log(_log(one)) if one.updates else []
                 done += len(lines)
                 if one.name not in self.ended and (lines or _begun(one)):
-                    told.append(f"{one.name} {lines[-1]['loss']:.2f}" if lines else f"{one.name} starts")
+                    losses.append(f"{one.name} {lines[-1]['loss']:.2f}" if lines else f"{one.name} starts")
             rate = (done - self.first) * self.n_total / (time.monotonic() - self.begun)
             self.bar.n = done
-            self.bar.set_postfix_str(f"loss {', '.join(told)}; {rate:.0f} samples/s{_memory()}" if told else "", refresh=True)
+            self.bar.set_postfix_str(f"loss {', '.join(losses)}; {rate:.0f} samples/s{_memory()}" if losses else "", refresh=True)
 
 
 def _log(one: Work) -> Path:

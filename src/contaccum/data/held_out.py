@@ -61,9 +61,9 @@ def split_rows(table: Any, wanted: Mapping[str, int]) -> dict[str, Numbers]:
 
 def _take(taken: Numbers, sizes: Numbers, waiting: Iterator[np.int64], place: int, rows: int) -> None:
     """Groups for a split until it has `rows`. A large one, as of a popular answer, would be most of it: it stays in training."""
-    left = rows
+    left, least = rows, min(int(sizes.min()), rows)  # where every pair appears three times, a group has three rows at least
     while left > 0 and (group := next(waiting, None)) is not None:
-        if sizes[group] <= max(1, rows // 10, min(left, rows // 3)):
+        if sizes[group] <= max(least, rows // 10, min(left, rows // 3)):
             taken[group] = place
             left -= int(sizes[group])
 

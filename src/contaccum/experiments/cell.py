@@ -194,7 +194,7 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def told(error: Exception) -> str:
+def explained(error: Exception) -> str:
     """What goes into a cell's log: a line for what was refused or went wrong in a known way, the traceback of anything else."""
     known = isinstance(error, (ValueError, CheckpointError, DivergedError))
     return f"error: {error}" if known else "".join(traceback.format_exception(error))
@@ -205,4 +205,4 @@ if __name__ == "__main__":
     try:
         run_cell(Path(sys.argv[1]))
     except Exception as error:
-        sys.exit(told(error))
+        sys.exit(explained(error))

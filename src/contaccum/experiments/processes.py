@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from contaccum.common.outputs import read_if_whole
-from contaccum.experiments.cell import run_cell, told
+from contaccum.experiments.cell import explained, run_cell
 
 Ended = tuple[str, bool, float]  # a cell's name, whether it came to its end, seconds
 
@@ -47,7 +47,7 @@ def _run_here(folder: Path) -> bool:
     try:
         run_cell(folder)
     except Exception as error:  # reported at the end, like that of a process
-        _note(folder, told(error))
+        _note(folder, explained(error))
     return read_if_whole(folder / "result.json") is not None
 
 

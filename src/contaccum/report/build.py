@@ -69,13 +69,13 @@ def report(
             browser = query_browser(rows, summary.headline)
         except (ValueError, OSError) as error:
             reason = f"There is no query browser: {error}."
-    told = answer(summary) if answer else Answer(sentences(summary))
-    write_text(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}, told))
+    words = answer(summary) if answer else Answer(sentences(summary))
+    write_text(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}, words))
     if json is not None:
-        results = {"verdict": told.text(), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
+        results = {"verdict": words.text(), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
         write_text(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if markdown is not None:
-        write_text(markdown, as_text(summary, told))
+        write_text(markdown, as_text(summary, words))
     return summary
 
 

@@ -97,8 +97,8 @@ def _elsewhere(run: Run) -> list[str]:
     row = next((row for row in found if row.get("name") == run.config["method"] and row.get("metrics")), None)
     if row is None:
         return ["It was not evaluated.", ""]
-    told = "Trained on all rows, so none is left to test it by. The same method and settings, trained without the test rows, reached:"
-    return [told, "", *_table(row["metrics"])]
+    sentence = "Trained on all rows, so none is left to test it by. The same method and settings, trained without the test rows, reached:"
+    return [sentence, "", *_table(row["metrics"])]
 
 
 def _table(metrics: dict[str, float]) -> list[str]:

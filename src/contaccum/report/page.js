@@ -110,9 +110,9 @@
     fitting.sort(orders[order.value]);
     list.replaceChildren(...fitting.slice(0, limit).map(item));
     more.hidden = fitting.length <= limit;
-    const told = single ? data.metric : `difference in ${data.metric}, first minus second run, in points`;
+    const measure = single ? data.metric : `difference in ${data.metric}, first minus second run, in points`;
     const count = `${Math.min(limit, fitting.length)} of ${fitting.length}${words.length ? " that fit" : ""} shown`;
-    shown.textContent = `${count}. In front: ${told}. Behind: rank of the relevant passage.`;
+    shown.textContent = `${count}. In front: ${measure}. Behind: rank of the relevant passage.`;
   };
   const restart = () => { limit = PAGE; draw(); };
   for (const control of [first, second, order]) control.addEventListener("change", restart);

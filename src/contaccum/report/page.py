@@ -62,8 +62,8 @@ def page(
 def _answer(answer: Answer) -> str:
     headline, *details = answer.sentences
     listed = "".join(f"<li>{html.escape(detail)}</li>" for detail in details)
-    told = f'<p>{html.escape(answer.command_for)}</p><pre class="command">{_unbroken(answer.command or "")}</pre>'
-    command = told if answer.command else ""
+    block = f'<p>{html.escape(answer.command_for)}</p><pre class="command">{_unbroken(answer.command or "")}</pre>'
+    command = block if answer.command else ""
     return f'<p class="verdict">{html.escape(headline)}</p>' + (f"<ul>{listed}</ul>" if listed else "") + command
 
 

@@ -56,7 +56,7 @@ def windowed(points: Sequence[tuple[float, Any]], window: int | None = None) -> 
     size = window or max(1, len(points) // POINTS)
     curve: Curve = {}
     for start in range(0, len(points), size):
-        part = [(update, value) for update, told in points[start : start + size] if (value := number(told)) is not None]
+        part = [(update, value) for update, written in points[start : start + size] if (value := number(written)) is not None]
         if part:
             curve[statistics.fmean(update for update, _ in part)] = statistics.fmean(value for _, value in part)
     return curve

@@ -63,14 +63,14 @@ def _ranking(ranked: list[ConfigRow], metric: str) -> Iterator[str]:
         return
     if significant(test):
         yield f"{best.name} is best by {metric}: {figures}."
-        yield f"The difference is {told_test(test)}."
+        yield f"The difference is {test_in_words(test)}."
         if (spread := _larger_spread(best, second, metric)) is not None and test["difference"] < spread:
             yield "Seeds differ by more than that."
         return
     alike = [row.name for row in ranked[1:] if (other := compared(best, row, metric)) is not None and not significant(other)]
     tied = listed([best.name, *alike])
     yield f"{tied} are tied by {metric}: {_figure(best, metric)}{_range(best, ranked, alike, metric)}."
-    yield f"The difference between {best.name} and {second.name} is not significant: {told_test(test)}."
+    yield f"The difference between {best.name} and {second.name} is not significant: {test_in_words(test)}."
     worse = [row.name for row in ranked[1:] if (other := compared(best, row, metric)) is not None and significant(other)]
     if worse:
         yield f"{listed(worse)} {'is' if len(worse) == 1 else 'are'} significantly worse."
@@ -86,7 +86,7 @@ def _against_baseline(summary: Summary, ranked: list[ConfigRow], metric: str) ->
     """The best against a baseline that was not yet spoken of."""
     test = None if summary.baseline in ranked[:2] else summary.test(ranked[0], metric)
     if summary.baseline is not None and test is not None:
-        yield f"Against the baseline {summary.baseline.name}: {told_test(test)}{'' if significant(test) else ', not significant'}."
+        yield f"Against the baseline {summary.baseline.name}: {test_in_words(test)}{'' if significant(test) else ', not significant'}."
 
 
 def _cost(best: ConfigRow, second: ConfigRow) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _larger_spread(first: ConfigRow, second: ConfigRow, metric: str) -> float | 
     return max(spreads, default=None)
 
 
-def told_test(test: dict[str, Any]) -> str:
+def test_in_words(test: dict[str, Any]) -> str:
     difference, low, high = (points(test[name]) for name in ("difference", "low", "high"))
     return f"{difference} points, 95 % interval {low} to {high}, {probability(test['p_value'])} over {test['queries']:,} queries"
 
