@@ -101,9 +101,10 @@ def test_scores_in_chunks_are_the_same(monkeypatch) -> None:
     compare({"bank_size": 12, "similarity": "cosine", "drift_correction": "mean", "directions": FOUR})
 
 
-def bank_of_scale(correction: str | None, changes: dict[int, float], size: int = 21) -> list[Tensor]:
-    criterion, found = DualBankInfoNCE(bank_size=size, similarity="cosine", scale=3.0, drift_correction=correction), []
-    reference = ReferenceInfoNCE(bank_size=size, similarity="cosine", scale=3.0, drift_correction=correction)
+def bank_of_scale(correction: str | None, changes: dict[int, float], queries: int = 21) -> list[Tensor]:
+    options: dict[str, Any] = {"bank_size": 21, "query_bank_size": queries, "similarity": "cosine", "scale": 3.0}
+    criterion, found = DualBankInfoNCE(**options, drift_correction=correction), []
+    reference = ReferenceInfoNCE(**options, drift_correction=correction)
     for step in range(20):
         if step in changes:
             criterion.scale = reference.scale = changes[step]
@@ -117,10 +118,11 @@ def bank_of_scale(correction: str | None, changes: dict[int, float], size: int =
 
 @pytest.mark.parametrize("correction", [None, "mean"])
 @pytest.mark.parametrize("step", [1, 6, 11])
-def test_another_scale_in_the_middle_equals_the_reference(correction: str | None, step: int) -> None:
-    """Before the bank is full, and when it has gone round; with a group of the table open."""
-    changed = bank_of_scale(correction, {step: 9.0, step + 2: 1.5})
-    assert changed[step] != bank_of_scale(correction, {})[step]
+@pytest.mark.parametrize("queries", [21, 10, 0])
+def test_another_scale_in_the_middle_equals_the_reference(correction: str | None, step: int, queries: int) -> None:
+    """Before the bank is full, and when it has gone round; with a group of the table open; and without queries in the bank."""
+    changed = bank_of_scale(correction, {step: 9.0, step + 2: 1.5}, queries)
+    assert changed[step] != bank_of_scale(correction, {}, queries)[step]
 
 
 @pytest.mark.parametrize("similarity", ["dot", "cosine"])

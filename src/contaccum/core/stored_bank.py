@@ -101,7 +101,7 @@ class StoredBank(DualBank):
         """All that is kept is of the old scale."""
         m, r, factor = len(self), self.filled_rows, how.scale / self.how.scale
         self.how = how
-        if m:
+        if r:
             self._positive_scores.mul_(factor)
             self.table.rebuild(r, m, lambda a, b: self._rescore(r, self.columns(a, b)))
 
