@@ -46,6 +46,32 @@ def test_a_micro_batch_of_one_passage_keeps_most_of_its_gradient() -> None:
     assert torch.cosine_similarity(found.flatten(), on_passage.flatten(), dim=0) > 0.9
 
 
+def test_gradients_of_a_micro_batch_that_was_dropped_leave_no_trace_at_any_width() -> None:
+    """As one that ran out of memory, at a width that its successor does not have."""
+
+    def gradients(dropped: bool) -> Tensor:
+        torch.manual_seed(0)
+        criterion = DualBankInfoNCE(bank_size=16)
+
+        def at_width(width: int) -> Tensor:
+            queries, positives = torch.randn(2, 3, 8)
+            cut = positives[:, :width].clone().requires_grad_()
+            criterion(queries[:, :width], cut, whole=criterion.whole(queries, positives)).backward()
+            return cut.grad
+
+        at_width(4), at_width(8)
+        before, random = criterion.bank.count, torch.get_rng_state()
+        if dropped:
+            at_width(4)
+            criterion.bank.arrivals = None
+        assert criterion.bank.count == before
+        torch.set_rng_state(random)
+        at_width(8)
+        return at_width(4)
+
+    assert torch.equal(gradients(dropped=True), gradients(dropped=False))
+
+
 @pytest.mark.parametrize("h", [0, 2])
 def test_without_a_bank_gradients_on_passages_sum_to_zero_anyway(h: int) -> None:
     _, _, on_passages = step(DualBankInfoNCE(0), h=h)

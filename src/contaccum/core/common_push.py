@@ -51,6 +51,10 @@ class CommonPush(LazyBuffers):
             self._mean.copy_(self._next)
         self._next, self.count = None, self.count + samples
 
+    def forget(self) -> None:
+        """What is next is of a micro-batch that has not entered and never will."""
+        self._next = None
+
     def get_extra_state(self) -> dict[str, Any]:
         return {"count": self.count}
 

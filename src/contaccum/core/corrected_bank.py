@@ -114,6 +114,11 @@ class CorrectedBank(DirectBank):
             push.keep(len(new.queries))
         self.means.add(new.queries, new.passages)
 
+    def prepare(self, rows: Rows, columns: Columns) -> None:
+        super().prepare(rows, columns)
+        for push in self._pushes():
+            push.forget()
+
     def adjust(self, gradients: Gradients) -> None:
         if not self.zero_sum:
             return
