@@ -208,7 +208,7 @@ class ReferenceInfoNCE:
         self.updates += 1
         if not self.clear_after_update:
             self.largest, self.in_update = max(self.largest, self.in_update), 0
-            self.window = self.largest or self.window
+            self.window = max(self.largest, 16) if self.largest else self.window
         for t in self.bank:
             t.age += lr_fraction
         if self.clear_after_update:

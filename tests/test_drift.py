@@ -72,6 +72,16 @@ def test_gradients_of_a_micro_batch_that_was_dropped_leave_no_trace_at_any_width
     assert torch.equal(gradients(dropped=True), gradients(dropped=False))
 
 
+@pytest.mark.parametrize("correction", ["mean", "mean+zero-sum"])
+def test_updates_of_one_sample_train_the_queries(correction: str) -> None:
+    """The mean of one sample is the sample: taken off it leaves nothing, and all that is read from the bank would be the present one."""
+    criterion = DualBankInfoNCE(20, 0.3, drift_correction=correction)
+    for seed in range(16):
+        _, on_queries, _ = step(criterion, n=1, seed=seed)
+        criterion.after_update()
+    assert on_queries.norm() > 0.1
+
+
 @pytest.mark.parametrize("h", [0, 2])
 def test_without_a_bank_gradients_on_passages_sum_to_zero_anyway(h: int) -> None:
     _, _, on_passages = step(DualBankInfoNCE(0), h=h)

@@ -4,7 +4,8 @@
 2. Reading adds the present such mean. Each tower has its own, and hard negatives theirs.
 
 The window follows the training: as many samples as the largest update so far, so that the mean belongs to the present weights. A mean over
-many updates would lag behind the vectors it is added to; a mean over the few samples of a short last update of an epoch would be noise.
+many updates would lag behind the vectors it is added to; a mean over the few samples of a short last update of an epoch would be noise. So
+would that of updates of fewer than 16 samples, and the mean of one is the sample: nothing of it would be left in the bank.
 
 Why the mean, of all things: a query's gradients on all passages sum to zero. Banked passages get none, so a micro-step's current passages
 keep what those should have taken: together they are pulled towards the current queries and pushed away from the banked ones. The two
@@ -33,7 +34,7 @@ from contaccum.core.rings import LazyBuffers, write_ring
 
 CORRECTIONS = ("auto", "mean+zero-sum", "mean")
 DEFAULT_WINDOW = 128  # samples, until the first update has ended
-MAX_WINDOW = 1024
+MIN_WINDOW, MAX_WINDOW = 16, 1024
 _COUNTERS = ("window", "largest_update", "count", "samples_in_update")
 
 
@@ -126,7 +127,8 @@ class RunningMeans(LazyBuffers):
 
     def after_update(self) -> None:
         self.largest_update = max(self.largest_update, min(self.samples_in_update, MAX_WINDOW))
-        self.window = self.largest_update or self.window
+        if self.largest_update:
+            self.window = max(self.largest_update, MIN_WINDOW)
         self.samples_in_update = 0
 
     def _newest(self, wanted: int) -> list[Tensor]:
