@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 import sentence_transformers
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss, MultipleNegativesRankingLoss
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
@@ -287,6 +292,20 @@ def test_config_and_citation_for_the_model_card(tiny_encoder) -> None:
     assert (config["bank_size"], config["query_bank_size"], config["mini_batch_size"], config["scale"]) == (64, 32, 4, 20.0)
     assert config["similarity_fct"] == "cos_sim"
     assert "Memory Constraint" in loss.citation
+
+
+@pytest.mark.filterwarnings("ignore:The model's embedding dimension")
+@pytest.mark.parametrize("kind", [ContAccumLoss, CachedContAccumLoss])
+@pytest.mark.parametrize("widths", [None, [16, 8]])
+def test_a_loss_can_be_pickled_in_the_middle_of_training(tiny_encoder, kind, widths) -> None:
+    """As `torch.save` of a whole loss does, and whoever starts processes."""
+    model = tiny_encoder(dropout=0.0)
+    loss = kind(model, bank_size=8)
+    loss = loss if widths is None else MatryoshkaLoss(model, loss, widths)
+    for seed in range(3):
+        loss(features(model, seed=seed), None).backward()
+    found = pickle.loads(pickle.dumps(loss))
+    assert found(features(model, seed=3), None) == loss(features(model, seed=3), None)
 
 
 def test_one_column_is_refused(tiny_encoder) -> None:

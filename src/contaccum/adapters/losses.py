@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -108,7 +107,6 @@ class ContAccumLoss(nn.Module):
         self.gather_across_devices = gather_across_devices
         self.mask_labels = mask_labels
         self.guide = None if guide is None else Guide(guide, model)
-        self._whole: WeakKeyDictionary[Any, tuple[list[Tensor], Batch]] = WeakKeyDictionary()  # by MatryoshkaLoss's micro-batch
         self.criterion = DualBankInfoNCE(
             bank_size=bank_size,
             scale=scale,
@@ -169,11 +167,12 @@ class ContAccumLoss(nn.Module):
 
     def _at_width(self, decorator: Any, features: list[dict[str, Tensor]], labels: Tensor | None) -> Tensor:
         """One of the calls of `MatryoshkaLoss`, which has decorated the model: all of a micro-batch share its vectors and enter it once."""
-        if decorator not in self._whole:
+        shared: dict[ContAccumLoss, tuple[list[Tensor], Batch]] = vars(decorator).setdefault("whole_by_loss", {})  # there it dies with it
+        if self not in shared:
             batch = self._batch(features, labels)
             embeddings = embed_undecorated(self.model, features)
-            self._whole[decorator] = embeddings, replace(batch, whole=self._whole_vectors(embeddings, batch))
-        embeddings, batch = self._whole[decorator]
+            shared[self] = embeddings, replace(batch, whole=self._whole_vectors(embeddings, batch))
+        embeddings, batch = shared[self]
         return self.compute_loss_from_embeddings([shrunk(column, decorator.dim) for column in embeddings], keys=batch)
 
     def _whole_vectors(self, embeddings: list[Tensor], batch: Batch) -> WholeVectors:
