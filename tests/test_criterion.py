@@ -237,6 +237,8 @@ def test_kept_scores_follow_the_bank_and_are_no_part_of_its_state() -> None:
     assert kept.scores is None
     criterion(*batch(n=2, seed=90), query_keys=torch.arange(2), passage_keys=torch.arange(4).view(2, 2))
     assert kept.scores is not None
+    criterion.scale = 1.0
+    assert kept.scores is not None, "a schedule that has come to its end assigns the same again and again"
     criterion.scale = 2.0
     assert kept.scores is None
 

@@ -118,6 +118,8 @@ class DualBankInfoNCE(nn.Module):
     def scale(self, scale: float) -> None:
         """What the bank keeps of scores is computed again."""
         check_scale(scale)
+        if scale == self.scale:
+            return
         self.how = replace(self.how, scale=float(scale))
         for bank in self._all_banks():
             bank.rescale(self.how)
