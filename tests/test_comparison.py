@@ -101,6 +101,21 @@ def test_scores_in_chunks_are_the_same(monkeypatch) -> None:
     compare({"bank_size": 12, "similarity": "cosine", "drift_correction": "mean", "directions": FOUR})
 
 
+@pytest.mark.parametrize("options", [{"query_bank_size": 8, "drift_correction": None}, {"directions": FOUR}])
+def test_micro_batches_made_whole_ahead_equal_those_made_in_turn(options: dict[str, Any]) -> None:
+    """As for two losses in one update."""
+
+    def losses(ahead: int) -> list[float]:
+        criterion, found = DualBankInfoNCE(bank_size=16, similarity="cosine", **options), []
+        vectors = [torch.randn(2, 3, D, generator=torch.Generator().manual_seed(seed)).requires_grad_() for seed in range(6)]
+        for start in range(0, 6, ahead):
+            made = [criterion.whole(*each) for each in vectors[start : start + ahead]]
+            found += [float(criterion(*each, whole=whole).detach()) for each, whole in zip(vectors[start:], made, strict=False)]
+        return found
+
+    assert losses(ahead=2) == losses(ahead=1)
+
+
 def bank_of_scale(correction: str | None, changes: dict[int, float], queries: int = 21) -> list[Tensor]:
     options: dict[str, Any] = {"bank_size": 21, "query_bank_size": queries, "similarity": "cosine", "scale": 3.0}
     criterion, found = DualBankInfoNCE(**options, drift_correction=correction), []

@@ -160,8 +160,8 @@ class DualBankInfoNCE(nn.Module):
         check_guide(guide, queries, negatives, self.how)
         queries, passages = self._vectors(queries, positives, negatives)
         banked, vectors = self._uses_bank(), (queries.detach(), passages.detach())
-        first = self.bank.count if banked and whole is None else 0
-        tuples = self._tuples(vectors, query_keys, passage_keys, guide, first) if whole is None else whole.cut_to(*vectors)
+        first = self.bank.count if banked and not (whole and whole.entered) else 0
+        tuples = self._tuples(vectors, query_keys, passage_keys, guide, first) if whole is None else whole.cut_to(*vectors, first)
         if not banked:
             loss, gradients = self._in_batch(whole, *tuples)
         elif whole is None:
@@ -187,9 +187,8 @@ class DualBankInfoNCE(nn.Module):
         check_micro_batch(queries, positives, negatives, query_keys, passage_keys)
         check_guide(guide, queries, negatives, self.how)
         queries, passages = self._vectors(queries, positives, negatives)
-        first = self.bank.count if self._uses_bank() else 0
         vectors = unit_vectors(queries.detach()), unit_vectors(passages.detach())
-        return WholeVectors(*self._tuples(vectors, query_keys, passage_keys, guide, first))
+        return WholeVectors(*self._tuples(vectors, query_keys, passage_keys, guide))
 
     def _in_batch(self, whole: WholeVectors | None, rows: Rows, columns: Columns) -> tuple[Tensor, Gradients]:
         loss, gradients, blocks = self._loss(rows, columns, None)
@@ -303,7 +302,7 @@ class DualBankInfoNCE(nn.Module):
         query_keys: Tensor | None,
         passage_keys: Tensor | None,
         guide: tuple[Tensor, Tensor] | None,
-        first: int,
+        first: int = 0,
     ) -> tuple[Rows, Columns]:
         keys = (query_keys, passage_keys) if self.mask_duplicates else (None, None)
         return as_tuples(*vectors, *keys, guide, first)

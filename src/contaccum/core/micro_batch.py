@@ -38,8 +38,11 @@ class WholeVectors:
     columns: Columns
     entered: bool = False
 
-    def cut_to(self, queries: Tensor, passages: Tensor) -> tuple[Rows, Columns]:
-        """The same tuples with these vectors."""
+    def cut_to(self, queries: Tensor, passages: Tensor, first: int) -> tuple[Rows, Columns]:
+        """The same tuples with these vectors, numbered from `first` on until they enter: others may have, since this was made."""
+        if not self.entered:
+            ids = torch.arange(first, first + len(queries), device=queries.device)
+            self.rows, self.columns = replace(self.rows, ids=ids), replace(self.columns, ids=ids)
         return replace(self.rows, queries=queries, positives=passages[:, 0]), replace(self.columns, passages=passages)
 
 
