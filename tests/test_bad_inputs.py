@@ -430,6 +430,24 @@ def test_bad_judgements_are_found_before_anything_is_encoded(tmp_path: Path, com
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("judged", "message"),
+    [
+        ("q1\td1\t0", "judges no passage as relevant"),
+        ("q1\tnowhere\t1", "lacks 1 of 1 relevant passages, as 'nowhere'"),
+        ("nobody\td1\t1", "holds no queries"),
+    ],
+)
+def test_a_test_set_that_nothing_can_meet_is_found_before_training(
+    judged: str, message: str, tmp_path: Path, commands: Commands, model_folder: str
+) -> None:
+    data = write_beir(tmp_path / "data", ["w1", "w2"], ["w3", "w4"], train=range(2), test=range(1))
+    (data / "qrels" / "test.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}\n")
+    words = ("train", "--data", data, "--model", model_folder, "--output", tmp_path / "run", "--n-total", "2", "--n-local", "2")
+    assert message in commands.refused(*words, "--bank", "2", "--max-updates", "1")
+    assert not (tmp_path / "run").exists()
+
+
 # Reports
 
 

@@ -70,26 +70,39 @@ def _fastest(config: TrainConfig, speed: str, resume: bool) -> TrainConfig:
 
 
 def _test_set(config: TrainConfig) -> Path | None:
-    """The BEIR folder with test queries, where the data has such. Judgements that cannot be read are reported before the training."""
+    """The BEIR folder with test queries, where the data has such. What is wrong with them is reported before the training."""
     from contaccum.data.readers.beir import find_qrels, is_beir, read_qrels
+    from contaccum.data.readers.queries import read_queries
 
     data = Path(config.data)
     beir = data / "beir" if is_beir(data / "beir") else data
     if not is_beir(beir) or "test" in config.split.split("+") or (file := find_qrels(beir).get("test")) is None:
         return None
-    read_qrels(file)
+    if _is_large(beir):
+        read_qrels(file)  # no more is needed: it is not searched
+    else:
+        from contaccum.retrieval.evaluate import check_judgements
+
+        check_judgements(file, beir)
+        read_queries(beir, "test")
     return beir
+
+
+def _is_large(beir: Path) -> bool:
+    """More than is searched within minutes."""
+    import torch
+
+    from contaccum.data.readers.collections import count_lines
+
+    return count_lines(beir) > (LARGE if torch.cuda.is_available() else LARGE // 10)
 
 
 def _test_metrics(config: TrainConfig, beir: Path) -> dict[str, float]:
     """Of the finished model, where the collection is searched within minutes."""
-    import torch
-
     from contaccum.common.console import note
-    from contaccum.data.readers.collections import count_lines
     from contaccum.retrieval import evaluate
 
-    if count_lines(beir) > (LARGE if torch.cuda.is_available() else LARGE // 10):
+    if _is_large(beir):
         note(f"the collection is large; to evaluate: contaccum evaluate {config.output}/model {config.data} --output {config.output}")
         return {}
     found: dict[str, float] = evaluate(Path(config.output) / "model", beir, output=config.output)["metrics"]

@@ -79,7 +79,7 @@ def evaluate(
     split = split or ("test" if Path(queries).is_dir() else None)
     by |= {"queries": queries} if qrels is None else {"qrels": qrels}
     if qrels is not None:
-        _check_judgements(qrels_file(Path(qrels), split), test_set)  # whatever is wrong is reported before hours of encoding
+        check_judgements(qrels_file(Path(qrels), split), test_set)  # whatever is wrong is reported before hours of encoding
     if compare is not None:
         read_run(compare)
     check_judging(metrics, top, match)
@@ -90,7 +90,7 @@ def evaluate(
         return evaluate_run(folder / "test.trec", collection=test_set, split=split, output=judged, **by)
 
 
-def _check_judgements(file: Path, collection: Path) -> None:
+def check_judgements(file: Path, collection: Path) -> None:
     """DataError where relevant passages are not in the collection: nothing could find them."""
     missing = {doc for grades in read_qrels(file).values() for doc, grade in grades.items() if grade > 0}
     if not missing:
