@@ -86,6 +86,18 @@ def test_a_symlink_to_itself(tmp_path: Path, commands: Commands) -> None:
     assert not out.exists()
 
 
+def test_an_output_that_leads_nowhere(tmp_path: Path, commands: Commands, model_folder: str) -> None:
+    out = tmp_path / "out"
+    out.symlink_to("nowhere")
+    rows = write(tmp_path / "a.jsonl", lines([{"query": "w1", "positive": "w2"}] * 4))
+    for words in (
+        ("prepare", rows, "--output", out),
+        ("train", "--data", rows, "--model", model_folder, "--output", out, "--n-total", "2", "--n-local", "2", "--bank", "2"),
+    ):
+        assert commands.refused(*words).startswith(f"{out} is a symlink that leads nowhere; make what it points to")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
 def test_a_name_that_is_not_utf8(commands: Commands) -> None:
     assert "is not UTF-8" in commands.refused("prepare", "caf\udce9.csv", "--output", "x")
 

@@ -14,6 +14,11 @@ from contaccum.common.errors import DataError
 
 LARGEST_BYTES = 256 * 2**20
 LONGEST_REASON = 300  # characters
+# What libraries say, part of it, and what it means. Their own advice is to load the objects all the same, which may run code.
+MEANING = {
+    "Weights only load failed": "it holds objects that are no weights, and might run code",
+    "`ignore_mismatched_sizes`": "weights have other shapes than its config.json says",
+}
 
 
 def read_object(path: str | Path, remedy: str) -> dict[str, Any]:
@@ -64,4 +69,5 @@ def reason_of(error: BaseException) -> str:
         return error.strerror
     text = " ".join(str(error).split())
     text = f"no {text}" if isinstance(error, KeyError) else text
+    text = next((meaning for words, meaning in MEANING.items() if words in text), text)
     return (text if len(text) <= LONGEST_REASON else text[:LONGEST_REASON] + " ...") or type(error).__name__

@@ -22,6 +22,8 @@ def check_output(output: str | Path | None, taken: Iterable[str | Path | None] =
     if output is None:
         return
     output = Path(output)
+    if output.is_symlink() and not output.exists():
+        raise ValueError(f"{output} is a symlink that leads nowhere; make what it points to, or use another {option}")
     nearest = next(folder for folder in (output, *output.parents) if folder.exists())
     folder = nearest.parent if nearest == output and nearest.is_file() else nearest
     if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
