@@ -19,6 +19,7 @@ from contaccum.common.sizes import parse_bytes
 from contaccum.data import answers
 from contaccum.data.mine import mine
 from contaccum.data.prepare import prepare
+from contaccum.data.readers.json_array import read_array
 from contaccum.data.readers.queries import read_queries
 from contaccum.data.training_set import load_training_set
 from contaccum.methods.config import TrainConfig, load_config
@@ -418,6 +419,19 @@ def test_a_script_in_a_folder_of_data_is_not_run(tmp_path: Path) -> None:
         prepare(folder, tmp_path / "out")
     assert_one_line(error)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000, '[{"a":' * 50_000, "[" * 20_000 + "]" * 20_000])
+def test_an_array_without_a_bottom(deep: str, tmp_path: Path) -> None:
+    """The parser's memory grows with the square of its depth: 16 GB for 100 kB."""
+    with pytest.raises(DataError, match="holds lists in lists, more than 10,000 deep; is it the right file?"):
+        prepare(write(tmp_path / "a.json", f"[{deep}"), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_brackets_in_texts_are_no_depth(tmp_path: Path) -> None:
+    records = [{"question": "q", "text": "list[int, {" + "x" * 500}] * 10_000
+    assert len(list(read_array(write(tmp_path / "a.json", json.dumps(records))))) == len(records)
 
 
 # Encoding

@@ -13,6 +13,8 @@ from contaccum.common.errors import DataError
 from contaccum.data.readers import files
 from contaccum.data.readers.files import READ_ERRORS, open_binary, shown
 
+DEEPEST = 10_000  # levels: ijson's memory grows with their square. No more than a few are needed
+
 
 def read_array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place for messages, object) for every object of the array that the file is."""
@@ -20,7 +22,7 @@ def read_array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         source, number = _Source(path, file), 0
         try:
             for number, record in enumerate(ijson.items(source, "item", use_float=True), start=1):
-                source.unread = 0
+                source.unread = source.depth = 0
                 if not isinstance(record, dict):
                     raise DataError(f"{path}, record {number}: a JSON object is needed, not {shown(record)}")
                 yield f"{path}, record {number}", record
@@ -49,12 +51,21 @@ def first_bytes(path: Path, count: int) -> bytes:
             raise DataError(f"{path} cannot be read: {error}") from error
 
 
+def _deepest(raw: bytes, depth: int) -> int:
+    """The deepest nesting in `raw`, from `depth` on; brackets in texts count as well."""
+    most = depth
+    for bracket in raw:
+        depth += (bracket in b"[{") - (bracket in b"]}")
+        most = max(most, depth)
+    return most
+
+
 class _Source:
-    """The file as ijson reads it: it begins with an array, after a byte-order mark perhaps, and no record is without end."""
+    """The file as ijson reads it: it begins with an array, after a byte-order mark perhaps, and no record is without end or bottom."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
-        self.empty, self.unread = True, 0  # bytes since the last record
+        self.empty, self.unread, self.depth = True, 0, 0  # bytes since the last record, and how deeply they are nested
 
     def read(self, size: int) -> bytes:
         raw = self.file.read(size)
@@ -67,4 +78,8 @@ class _Source:
         self.unread += len(raw)
         if self.unread > files.MAX_RECORD_BYTES:
             raise files.too_long(str(self.path))
+        opened, closed = raw.count(b"[") + raw.count(b"{"), raw.count(b"]") + raw.count(b"}")
+        if self.depth + opened > DEEPEST and _deepest(raw, self.depth) > DEEPEST:
+            raise DataError(f"{self.path} holds lists in lists, more than {DEEPEST:,} deep; is it the right file?")
+        self.depth = max(0, self.depth + opened - closed)
         return b"" if self.empty and size else raw
