@@ -424,7 +424,7 @@ def test_a_script_in_a_folder_of_data_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("deep", ["[" * 100_000, '[{"a":' * 50_000, "[" * 20_000 + "]" * 20_000])
 def test_an_array_without_a_bottom(deep: str, tmp_path: Path) -> None:
     """The parser's memory grows with the square of its depth: 16 GB for 100 kB."""
-    with pytest.raises(DataError, match="holds lists in lists, more than 10,000 deep; is it the right file?"):
+    with pytest.raises(DataError, match=r"holds lists in lists, more than 10,000 deep; is it the right file\?"):
         prepare(write(tmp_path / "a.json", f"[{deep}"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 

@@ -23,7 +23,7 @@ from contaccum.retrieval.model import model_on_device
 from contaccum.towers.loading import load_model
 from contaccum.towers.random_encoder import write_word_tokenizer
 from contaccum.training.run import train
-from contaccum.training.sound import UPDATES, check_losses
+from contaccum.training.sound import UPDATES, check_learns, check_losses
 from data_files import jsonl as lines
 from data_files import write
 
@@ -294,3 +294,24 @@ def test_a_few_losses_that_are_no_numbers_end_nothing() -> None:
     for stuck, ended in (([fine, *[odd] * UPDATES], False), ([odd] * 3, True)):
         with pytest.raises(DivergedError, match=f"no loss of the last {min(UPDATES, len(stuck))} updates"):
             check_losses(stuck, ended)
+
+
+@pytest.mark.parametrize(
+    ("positive", "options", "updates"),
+    [
+        ("w1 w2", {"max_updates": 3}, 3),  # of all rows the same
+        ("w{} w1", {"method": "gradaccum", "n_local": 1}, UPDATES),  # a micro-batch of one row has no negative
+    ],
+)
+def test_training_without_anything_to_learn_ends(positive: str, options: dict, updates: int, model_folder: str, tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", lines({"query": f"w{row}", "positive": positive.format(row)} for row in range(40)))
+    arguments = {**vars(config(str(data), model_folder)), "output": str(tmp_path / "run"), "log_every": 2, **options}
+    with pytest.raises(DivergedError, match=f"the loss of all {updates} updates is 0: no query has a negative"):
+        train(TrainConfig(**arguments))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_losses_of_0_before_the_bank_are_no_matter() -> None:
+    check_learns([{"loss": 0.0}] * UPDATES + [{"loss": 1.0}], ended=True)
+    check_learns([{"loss": 0.0}] * (UPDATES - 1))
+    check_learns([{"loss": float("nan")}], ended=True)

@@ -19,7 +19,7 @@ from contaccum.core.micro_batch import MicroStep
 from contaccum.data.training_set import DrawnByEpoch
 from contaccum.memory.limit import peak_bytes, process_peak_bytes
 from contaccum.training.logfile import append_lines, keep_updates, read_log
-from contaccum.training.sound import check_losses
+from contaccum.training.sound import check_learns, check_losses
 
 SHOWN_EVERY = 1.0  # seconds between new figures in the bar: reading a loss waits for the GPU
 
@@ -34,7 +34,7 @@ class RunLog(FlushedLog, SkippedSteps):
         self.file, self.every, self.writes = file, every, writes
         self.losses: list[Tensor] = []  # of the micro-steps since the last update
         self.left_out: list[Tensor] = []  # negatives of a query that were too similar, likewise
-        self.negatives = 0
+        self.negatives, self.has_bank = 0, criterion.bank.size > 0
         self.waiting: list[dict[str, Any]] = []
         self.written: list[dict[str, Any]] = []  # lines, also those of a run that is resumed
         criterion.observers.append(self._observe)
@@ -80,10 +80,13 @@ class RunLog(FlushedLog, SkippedSteps):
         if self.writes:
             append_lines(self.file, lines)
         check_losses(self.written)
+        if not self.has_bank:  # which may come later, and bring negatives
+            check_learns(self.written)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         super().on_train_end(args, state, control, **kwargs)
         check_losses(self.written, ended=True)
+        check_learns(self.written, ended=True)
 
     def newest(self) -> dict[str, Any]:
         """The line of the update that ended last, written or not; its losses are waited for."""

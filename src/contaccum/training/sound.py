@@ -1,4 +1,4 @@
-"""Whether training can come to anything: losses and weights that are numbers."""
+"""Whether training can come to anything: losses and weights that are numbers, and losses that are not all 0."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contaccum.common.errors import DivergedError
 from contaccum.towers.loading import odd_weight
 
 UPDATES = 10  # in a row without a finite loss end a run
+NOTHING = 1e-6  # a loss within rounding of 0
 REMEDY = "use a lower --lr, a longer --warmup-updates or --precision fp32"
 
 
@@ -20,6 +21,15 @@ def check_losses(lines: Sequence[Mapping[str, Any]], ended: bool = False) -> Non
     last = lines[-UPDATES:]
     if last and (ended or len(last) == UPDATES) and not any(math.isfinite(line["loss"]) for line in last):
         raise DivergedError(f"no loss of the last {len(last)} updates (up to {last[-1]['update']}) is finite; {REMEDY}")
+
+
+def check_learns(lines: Sequence[Mapping[str, Any]], ended: bool = False) -> None:
+    """DivergedError where no update until now, of at least `UPDATES` or of a run that has `ended`, had anything to learn."""
+    if lines and (ended or len(lines) >= UPDATES) and all(abs(line["loss"]) < NOTHING for line in lines):
+        raise DivergedError(
+            f"the loss of all {len(lines)} updates is 0: no query has a negative that is another text than its positive; "
+            "use a larger --n-local, a bank, --hard-negatives, or rows that differ"
+        )
 
 
 def check_weights(model: nn.Module) -> None:
