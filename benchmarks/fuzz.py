@@ -45,7 +45,7 @@ from contaccum.common.provenance import provenance
 from contaccum.comparison import watch
 from contaccum.experiments.processes import in_this_process
 from fuzz_files import OUTPUT, STARTS, Start, make
-from fuzz_mutations import WORKING, change_words, spoils_of
+from fuzz_mutations import WORKING, change_bytes, change_words, spoils_of
 
 LIMIT_SECONDS = 60.0
 MEMORY_BYTES = 8 * 2**30  # of address space
@@ -210,7 +210,10 @@ class Fuzzer:
                 name = chance.choice(start.files)
                 if (file := self.folder / name).is_file():
                     spoil = chance.choice(spoils_of(name))
-                    spoil(file, chance)
+                    try:
+                        spoil(file, chance)
+                    except Exception:  # spoilt before, so that it cannot be read
+                        change_bytes(file, chance)
                     given.spoilt.append(f"{spoil.__name__} {name}")
         given.words = [word for word in given.words if "\0" not in word]  # which no shell can pass
         return given
