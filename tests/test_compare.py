@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,18 +144,33 @@ def test_the_winner_is_trained_on_everything(finished: tuple[Path, Any, list[str
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["updates"] == -(-300 // 16)
 
 
-@pytest.mark.parametrize("words", [["--quiet"], ["--json"]])
+@pytest.mark.parametrize(
+    ("words", "free", "code", "message"),
+    [
+        (["--quiet"], 10**12, 1, "failed: contaccum-seed42, "),
+        (["--json"], 10**12, 1, "failed: contaccum-seed42, "),
+        ([], 0, 2, "no room is left on the disk ({}/out); make room and give the same command again"),
+    ],
+)
 def test_a_failed_run_is_an_error_however_quiet(
-    words: list[str], model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commands: Commands
+    words: list[str],
+    free: int,
+    code: int,
+    message: str,
+    model_folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    commands: Commands,
 ) -> None:
-    """Its process cannot start; BM25 comes to its end."""
+    """Its process cannot start; BM25 comes to its end. Without room its log says nothing."""
+    monkeypatch.setattr("contaccum.common.errors.shutil.disk_usage", lambda place: SimpleNamespace(free=free))
     run = "contaccum.experiments.processes.run_apart"
     usual = importlib.import_module("contaccum.experiments.processes").run_apart
     monkeypatch.setattr(run, lambda folder, **options: "BM25" in folder.name and usual(folder, **options))
     given = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     common = ["compare", table(tmp_path, 120), "--model", model_folder, "--output", tmp_path / "out", "--methods", "contaccum"]
-    said = commands.refused(*common, *given, *words, code=1)
-    assert said.startswith("failed: contaccum-seed42, ")
+    said = commands.refused(*common, *given, *words, code=code)
+    assert said.startswith(message.format(tmp_path))
 
 
 def figures(output: Path) -> dict[str, Any]:

@@ -34,7 +34,12 @@ def is_full_disk(error: BaseException, place: Path | None = None) -> bool:
         causes.append(cause)
     if any(getattr(one, "errno", None) in FULL or any(text in str(one).lower() for text in FULL_TEXTS) for one in causes):
         return True
-    folder = None if place is None else next((path for path in (place, *place.parents) if path.exists()), None)
+    return place is not None and has_no_room(place)
+
+
+def has_no_room(place: Path) -> bool:
+    """Whether next to nothing more can be written there."""
+    folder = next((path for path in (place, *place.parents) if path.exists()), None)
     return folder is not None and shutil.disk_usage(folder).free < LITTLE
 
 

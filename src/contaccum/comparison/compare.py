@@ -7,6 +7,7 @@ goes on.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from contaccum.common.errors import FailedRunsError
+from contaccum.common.errors import FailedRunsError, has_no_room
 from contaccum.common.inputs import read_object
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, read_json, remove_parts, write_json
@@ -325,6 +326,8 @@ def _run(cells: Sequence[Cell], folder: Path, ready: Ready, size: Sizes, found: 
     for name in failed:
         log = folder / "cells" / name / "cell.log"
         say(f"failed: {name}; the end of {log}:\n{end_of(log, 4)}")
+    if failed and has_no_room(folder):  # for their logs neither
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
     return failed
 
 
