@@ -239,6 +239,24 @@ def test_judgements_that_nothing_can_meet(judged: list[str], message: str, model
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("answer", "match", "share", "message"),
+    [
+        (" ", "string", 1.0, "1 answers are without a word, and every passage holds them, as ' '"),
+        ("([", "regex", 0.0, "1 answers are no regular expressions, and no passage holds them, as '(['"),
+        ("w1", "string", 1.0, ""),
+    ],
+)
+def test_answers_that_say_nothing_are_told(
+    answer: str, match: str, share: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [{"question": "q", "answers": [answer], "ctxs": [{"id": "d0", "text": "w1 ([", "score": 1.0}]}]
+    run = write(tmp_path / "r.json", json.dumps(found))
+    assert evaluate_run(run, match=match)["metrics"]["Top@1"] == share
+    said = capsys.readouterr().err
+    assert message in said if message else not said
+
+
 def test_judged_queries_without_results_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_beir(tmp_path / "data", ["w1 w2", "w3"], ["w1", "w3 w4"], test=range(2))
     run = write(tmp_path / "r.trec", "q0 Q0 d0 1 9.0 t\n")

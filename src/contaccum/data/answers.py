@@ -46,6 +46,12 @@ def searchable(text: str, match: str = "string") -> str:
     return f" {' '.join(word.lower() for word in WORD.findall(normal))} "
 
 
+def odd_answers(answers: Iterable[str], match: str = "string") -> list[str]:
+    """Those that say nothing about a passage: without a word all hold them, and what is no regular expression none."""
+    forms = ((answer, unicodedata.normalize("NFD", answer)) for answer in answers)
+    return [answer for answer, form in forms if (_compiled(form) is None if check_match(match) == "regex" else not WORD.search(form))]
+
+
 class AnswerMatcher:
     """A question's answers, made ready once and looked up in many passages.
 

@@ -119,6 +119,7 @@ def _answer_flags(
             raise DataError(f"{queries} holds no answers; give queries with answers, or --qrels")
         if collection is None:
             raise ValueError("answers are looked up in the passages' texts; give --collection")
+        _tell_odd_answers(known, match)
         return answer_flags(read_run(run), known, collection, match)
     return _own_flags(run, match) if bare_suffix(run) == ".json" else None
 
@@ -149,7 +150,20 @@ def _own_flags(run: Path, match: str) -> Flags | None:
     from contaccum.data.answers import has_answer
 
     flags: Flags = {}
+    known: list[Query] = []
     for query, _, texts in read_dpr_results(run):
         if query.answers:
+            known.append(query)
             flags[query.id] = [has_answer(query.answers, text, match) for text in texts]
+    _tell_odd_answers(known, match)
     return flags or None
+
+
+def _tell_odd_answers(queries: Sequence[Query], match: str) -> None:
+    """As DPR counts them, which is seldom what is meant."""
+    from contaccum.data.answers import odd_answers
+
+    odd = [answer for query in queries for answer in odd_answers(query.answers, match)]
+    if odd:
+        why = "no regular expressions, and no passage holds them" if match == "regex" else "without a word, and every passage holds them"
+        note(f"{len(odd):,} answers are {why}, as {shown(odd[0])}")
