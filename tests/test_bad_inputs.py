@@ -272,7 +272,7 @@ def test_texts_in_another_language_than_the_tokenizer_s_are_refused(model_folder
 
 
 @pytest.mark.parametrize(
-    "options", [{"epochs": 1e308}, {"scale": 1e308}, {"margin": 3.0, "similarity": "cosine"}, {"margin": float("inf")}]
+    "options", [{"epochs": 1e308}, {"lr": 1e38}, {"scale": 1e308}, {"margin": 3.0, "similarity": "cosine"}, {"margin": float("inf")}]
 )
 def test_numbers_that_are_too_large(options: dict[str, Any], tmp_path: Path) -> None:
     (name, *_) = options

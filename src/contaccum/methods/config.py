@@ -42,6 +42,7 @@ MEMORY, SAVING, EVALUATION = "Memory and speed", "Saving and logging", "Evaluati
 GROUPS = (FIRST, DATA, MODEL, METHOD, SCHEDULE, MEMORY, SAVING, EVALUATION)  # as `contaccum train --help` shows them
 
 MOST_EPOCHS, LARGEST_SCALE = 1_000_000, 1_000_000
+LARGEST_LR = 1e30  # which spoils all weights at once; more, AdamW cannot compute with
 
 
 def option(group: str, default: Any, text: str, accepts: str | None = None) -> Any:
@@ -198,6 +199,8 @@ class TrainConfig:
                 raise ValueError(f"{name}={_shown(number)} is too large; use one below {2**63}")
         if self.epochs > MOST_EPOCHS:
             raise ValueError(f"epochs={self.epochs:g} is too many; use {MOST_EPOCHS:,} at most")
+        if self.lr > LARGEST_LR:
+            raise ValueError(f"lr={self.lr:g} is too large; use {LARGEST_LR:g} at most")
         if self.seed >= 2**32:
             raise ValueError(f"seed={self.seed} is too large; use one below {2**32}")
         if self.scale is not None and not 0 < self.scale <= LARGEST_SCALE:
