@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+import yaml
 
 from conftest import rows
 from contaccum.adapters.trainer import ContAccumTrainer
@@ -25,6 +26,7 @@ from contaccum.common.errors import CheckpointError, is_full_disk
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import is_unused, remove_parts, scratch_for, write_jsonl, write_text
 from contaccum.data.prepare import prepare
+from contaccum.experiments.cell import _trained
 from contaccum.methods.config import TrainConfig
 from contaccum.retrieval.encode import encode
 from contaccum.training.run import train
@@ -164,6 +166,19 @@ def test_a_run_is_resumed_wherever_it_was_killed(run, name: str) -> None:
     assert (folder / "config.yaml").stat().st_mtime_ns == config  # written once
     kept = {"config.yaml", "run.json", "log.jsonl", "checkpoints", "model", "summary.json"}
     assert {path.name for path in folder.iterdir()} == kept
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_checkpoints_of_a_finished_run_go_though_it_was_killed_before_it_removed_them(run, kept: bool) -> None:
+    arguments, folder = run
+    arguments = arguments | {"checkpoints_at_end": kept}
+    (folder / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load((folder / "config.yaml").read_text()) | arguments))
+    with pytest.raises(ValueError, match="is finished: its model is in"):
+        train(TrainConfig(**arguments), resume=True)
+    assert (folder / "checkpoints").exists() == kept
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    assert _trained(folder, arguments)["updates"] == 6
+    assert (folder / "checkpoints").exists() == kept
 
 
 def test_a_folder_without_a_configuration_is_not_begun(jsonl, model_folder, tmp_path) -> None:

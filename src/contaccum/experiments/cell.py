@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import CheckpointError, DivergedError
-from contaccum.common.outputs import read_if_whole, write_json
+from contaccum.common.outputs import write_json
 from contaccum.common.provenance import provenance
 from contaccum.experiments.datasets import Ready
 from contaccum.experiments.pretrain import FINE_TUNED, ZERO_SHOT, shown
@@ -47,13 +47,17 @@ def _trained(run: Path, options: dict[str, Any]) -> dict[str, Any]:
     """A run's summary, of training that is done now or was before."""
     from contaccum.methods.config import TrainConfig
     from contaccum.training.run import train
+    from contaccum.training.run_folder import finished, remove_checkpoints
 
     options = {**options, "output": str(run)}
     share = options.pop("query_bank_stop_share", None)
     if share is not None:
         options["query_bank_stop_update"] = round(share * _updates(options))
     config = TrainConfig(**options)
-    return read_if_whole(run / "summary.json") or train(config, resume=(run / "config.yaml").exists())
+    if (summary := finished(run)) is not None:
+        remove_checkpoints(run, config.checkpoints_at_end)
+        return summary
+    return train(config, resume=(run / "config.yaml").exists())
 
 
 def _pretrain(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:

@@ -66,7 +66,12 @@ def finish(run: Path, model: Any, summary: dict[str, Any], keep_checkpoints: boo
         write_json(run / "summary.json", summary)
     except Exception as error:
         raise not_saved(run / "model", error, "go on with --resume") from error
-    if not keep_checkpoints:
+    remove_checkpoints(run, keep_checkpoints)
+
+
+def remove_checkpoints(run: Path, keep: bool) -> None:
+    """Of a finished run, nothing needs them; also where its process was killed before it had removed them."""
+    if not keep:
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
 
 
@@ -97,6 +102,7 @@ def checkpoint_to_resume(run: Path, config: TrainConfig, processes: int) -> Path
         name, value = next(iter(changed.items()))
         raise ValueError(f"{run} was started with {name}={before[name]!r}, not {value!r}; resume it unchanged or use another --output")
     if finished(run) is not None:
+        remove_checkpoints(run, config.checkpoints_at_end)
         raise ValueError(f"{run} is finished: its model is in {run / 'model'}")
     begun = (read_if_whole(run / "run.json") or {}).get("processes", processes)
     if begun != processes:
