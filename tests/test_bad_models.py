@@ -315,3 +315,11 @@ def test_losses_of_0_before_the_bank_are_no_matter() -> None:
     check_learns([{"loss": 0.0}] * UPDATES + [{"loss": 1.0}], ended=True)
     check_learns([{"loss": 0.0}] * (UPDATES - 1))
     check_learns([{"loss": float("nan")}], ended=True)
+
+
+def test_adapters_are_refused_where_they_would_be_read_at_random(model_folder: str, jsonl, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.__version__", "5.7.0")
+    with pytest.raises(ValueError, match=r"lora_rank needs transformers 5\.8 or later, as this one \(5\.7\.0\)"):
+        train(config(jsonl(16), model_folder, lora_rank=4, tied=True))
+    assert not Path("run").exists()

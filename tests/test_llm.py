@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer, Qwen3Config
 
@@ -24,13 +26,15 @@ from contaccum.memory.plan import plan
 from contaccum.methods.config import TrainConfig, load_config
 from contaccum.retrieval.encode import make_encoder
 from contaccum.retrieval.model import model_on_device
-from contaccum.towers.lora import Lora, add_lora, block_linears, merge_lora
+from contaccum.towers.lora import READS_ADAPTERS, Lora, add_lora, block_linears, merge_lora
 from contaccum.towers.random_encoder import write_weights, write_word_tokenizer
 from contaccum.towers.speed import encoders, towers
 from contaccum.training.run import train
 from plan_models import decoder
 from test_train import assert_bit_equal, command, final_state, options, run
 
+OLD = Version(transformers.__version__) < Version(READS_ADAPTERS)
+pytestmark = pytest.mark.skipif(OLD, reason=f"adapters need transformers {READS_ADAPTERS}")
 LORA = {"lora_rank": 4, "pooling": "lasttoken", "lr": 1e-2}
 SAMPLE = texts(9, seed=5)
 

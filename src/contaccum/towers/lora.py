@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Transformer
 from torch import nn
 from transformers import PreTrainedModel
 
 from contaccum.towers.speed import stacks, towers
+
+READS_ADAPTERS = "5.8"  # the transformers that does, with peft 0.19
 
 
 @dataclass(frozen=True)
@@ -149,4 +153,9 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ValueError("lora_rank needs the package peft, which is not installed here; install it or leave lora_rank out") from error
+    if Version(transformers.__version__) < Version(READS_ADAPTERS):
+        raise ValueError(
+            f"lora_rank needs transformers {READS_ADAPTERS} or later, as this one ({transformers.__version__}) reads random weights for an "
+            "adapter; pip install 'contaccum[lora]'"
+        )
     return peft
