@@ -35,7 +35,12 @@ class Lora:
 
 
 def add_lora(model: SentenceTransformer, lora: Lora) -> None:
-    """Freeze the towers, and give each an adapter."""
+    """Freeze the towers, and give each an adapter. ValueError where a saved one could not be read."""
+    if Version(transformers.__version__) < Version(READS_ADAPTERS):
+        raise ValueError(
+            f"lora_rank needs transformers {READS_ADAPTERS} or later, as this one ({transformers.__version__}) reads random weights for an "
+            "adapter; pip install 'contaccum[lora]'"
+        )
     found = list(towers(model))
     for tower in found:
         base = _base(tower.auto_model)
@@ -153,9 +158,4 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise ValueError("lora_rank needs the package peft, which is not installed here; install it or leave lora_rank out") from error
-    if Version(transformers.__version__) < Version(READS_ADAPTERS):
-        raise ValueError(
-            f"lora_rank needs transformers {READS_ADAPTERS} or later, as this one ({transformers.__version__}) reads random weights for an "
-            "adapter; pip install 'contaccum[lora]'"
-        )
     return peft
