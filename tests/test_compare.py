@@ -285,7 +285,7 @@ class TestSource:
         file.write_text(file.read_text() + "300,,no question\n301,no answer,\n302,  ,blank\n")
         data = prepared(file, tmp_path / "data", Columns())
         assert "train: left out 2 rows with a blank query" in data.lines
-        assert "train: left out 1 rows with a blank positive" in data.lines
+        assert "train: left out 1 row with a blank positive" in data.lines
 
     @pytest.mark.parametrize("mark", [";", "\t"])
     def test_a_csv_by_semicolons_or_tabs_is_read(self, mark: str, tmp_path: Path) -> None:

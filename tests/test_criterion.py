@@ -127,6 +127,8 @@ def test_query_bank_switched_off_becomes_prebatch(correction: str | None) -> Non
     assert losses[0][1] != losses[1][1]
     assert losses[0][2:] == losses[1][2:]
     assert len(dual.bank.queries) == 0
+    if correction:
+        assert dual.bank.kept.scores is None, "no row is left to score"
 
 
 def test_reset_is_as_new() -> None:

@@ -93,7 +93,8 @@ def _files(source: Path, output: Path) -> dict[str, list[int]]:
 
 
 def _counts(found: PrepareSummary) -> list[str]:
-    return [f"{split}: left out {count:,} rows {reason}" for split, part in found.splits.items() for reason, count in part.dropped.items()]
+    dropped = ((split, count, reason) for split, part in found.splits.items() for reason, count in part.dropped.items())
+    return [f"{split}: left out {count:,} row{'s' if count > 1 else ''} {reason}" for split, count, reason in dropped]
 
 
 def _with_held_out(found: PrepareSummary, scratch: Path, folder: Path, lines: list[str], most_test: int | None) -> PrepareSummary:

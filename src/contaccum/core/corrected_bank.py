@@ -57,6 +57,8 @@ class CorrectedBank(DirectBank):
             with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
                 self.kept.follow(self, len(queries), len(passages), self._count, self.how.scale)
                 log_sums = self.kept.log_sums(self._shift(queries, passages, *means, row_lengths, column_lengths))
+        elif not self.use_queries:  # for good: no row is left to score
+            self.kept.release()
         return self.compared(replace(past_rows, queries=queries), replace(past_columns, passages=passages), width, log_sums)
 
     def _with_mean(self, stored: Tensor, mean: Tensor) -> tuple[Tensor, Tensor | None]:

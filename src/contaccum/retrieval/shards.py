@@ -155,7 +155,9 @@ class Vectors:
             raise DataError(f"{self.folder} is not whole yet; run its contaccum encode again, which goes on where it stopped")
         with readable(f"{self.folder / MANIFEST} is damaged", AGAIN):
             self.shards = [_entry(stored) for stored in self.manifest["shards"]]
-            self.dim, self.dtype = _count(self.manifest["dim"]), np.dtype(DTYPES[DTYPES.index(self.manifest["dtype"])])
+            if (dtype := self.manifest["dtype"]) not in DTYPES:
+                raise ValueError(f"dtype={dtype!r} is none of {', '.join(DTYPES)}")
+            self.dim, self.dtype = _count(self.manifest["dim"]), np.dtype(dtype)
             if [shard.number for shard in self.shards] != list(range(len(self.shards))) or not self.shards:
                 raise ValueError("its shards are not numbered from 0")
         self.starts = np.cumsum([0, *(shard.count for shard in self.shards)])  # of each shard's first row; the last is the count

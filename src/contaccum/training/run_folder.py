@@ -107,7 +107,9 @@ def checkpoint_to_resume(run: Path, config: TrainConfig, processes: int) -> Path
     begun = (read_if_whole(run / "run.json") or {}).get("processes", processes)
     if begun != processes:
         remedy = "without torchrun" if begun == 1 else f"under torchrun --nproc-per-node {begun}"
-        raise ValueError(f"{run} was started by {begun} processes, not {processes}; resume it {remedy}, or use another --output")
+        raise ValueError(
+            f"{run} was started by {begun} process{'es' if begun > 1 else ''}, not {processes}; resume it {remedy}, or use another --output"
+        )
     random = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
     try:
         return last_complete_checkpoint(run / "checkpoints", (*STATES, *random))
