@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
+    from contaccum.adapters.gradcache import CachedContAccumLoss
+    from contaccum.adapters.losses import ContAccumLoss
     from contaccum.adapters.trainer import ContAccumCallback, ContAccumTrainer
     from contaccum.comparison.compare import compare
     from contaccum.core.bank import DualBank
@@ -30,7 +31,7 @@ __all__ = [
 
 # Imported when they are asked for: the core needs torch alone, and the command line shows its help without it.
 _LAZY = {
-    "CachedContAccumLoss": "contaccum.adapters.losses",
+    "CachedContAccumLoss": "contaccum.adapters.gradcache",
     "ContAccumCallback": "contaccum.adapters.trainer",
     "ContAccumLoss": "contaccum.adapters.losses",
     "ContAccumTrainer": "contaccum.adapters.trainer",

@@ -16,7 +16,8 @@ from sentence_transformers.util import dot_score
 from torch import Tensor, nn
 from transformers import BertConfig
 
-from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
+from contaccum.adapters.gradcache import CachedContAccumLoss
+from contaccum.adapters.losses import ContAccumLoss
 from contaccum.experiments.grid import SIZES
 from contaccum.towers.dual_encoder import dual_encoder
 from contaccum.towers.random_encoder import write_word_tokenizer

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from contaccum.adapters.data_sets import bank_losses
-from contaccum.adapters.losses import CachedContAccumLoss
+from contaccum.adapters.gradcache import CachedContAccumLoss
 from contaccum.adapters.trainer import ContAccumTrainer, CountsMicroSteps
 from contaccum.towers.cuda_graphs import forget_recordings
 

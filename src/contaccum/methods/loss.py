@@ -6,7 +6,8 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.util import cos_sim, dot_score
 
-from contaccum.adapters.losses import CachedContAccumLoss, ContAccumLoss
+from contaccum.adapters.gradcache import CachedContAccumLoss
+from contaccum.adapters.losses import ContAccumLoss
 from contaccum.methods.config import TrainConfig
 from contaccum.methods.table import Batches, get_method
 
