@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from contaccum.cli.base import app, options_of
+from contaccum.cli.base import Command, app, options_of
+from contaccum.common.options import as_options
 from contaccum.methods.config import TrainConfig, load_config, with_bank
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ PLANNED = (  # what bears on memory
 )
 
 
-@app.command("plan")
+@app.command("plan", cls=Command)
 @options_of(TrainConfig, PLANNED)
 def plan(
     max_query_length: Annotated[Optional[int], typer.Option(help="tokens of the longest query (default: --max-seq-length)")] = None,  # noqa: UP045
@@ -84,12 +85,9 @@ def text(plan: Plan) -> str:
 def _command(config: TrainConfig) -> str:
     """Without what does not bear on memory (data, output, learning rate), and without what is so by default."""
     bank = "auto" if with_bank(replace(config, bank="auto")).bank == config.bank else config.bank
-    words = ["contaccum train"]
-    for name in (*(name for name in PLANNED if name != "memory"), "cuda_graphs"):
-        value, flag = getattr(replace(config, bank=bank), name), f"--{name.replace('_', '-')}"
-        if name == "n_local" or value != getattr(TrainConfig, name):
-            words.append(flag if value is True else f"{flag} {'none' if value is None else value}")
-    return " ".join([*words, f"--memory {config.memory}", "..."])
+    values = {name: getattr(replace(config, bank=bank), name) for name in (*PLANNED, "cuda_graphs") if name != "memory"}
+    chosen = {name: value for name, value in values.items() if name == "n_local" or value != getattr(TrainConfig, name)}
+    return f"contaccum train {as_options(chosen | {'memory': config.memory})} ..."
 
 
 def _speed(plan: Plan) -> str:

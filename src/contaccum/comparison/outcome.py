@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from contaccum.common.errors import FailedRunsError
+from contaccum.common.options import as_options
 from contaccum.common.provenance import provenance
 from contaccum.comparison.compare import BEFORE, METRICS, WORDS, Comparison
 from contaccum.comparison.sizing import Sizes
@@ -39,7 +39,7 @@ def outcome(
         raise FailedRunsError(f"no run came to its end; why is in cell.log in {folder / 'cells'}")
     answered: list[Answer] = []
     names = {run: group for group, run in runs.values()}
-    commands = {name: command(data, sizes, own, folder / "final") for name, own in options.items()}
+    commands = {name: command(data, own, folder / "final") for name, own in options.items()}
 
     def answer(summary: Summary) -> Answer:
         answered.append(answer_of(summary, commands, failed))
@@ -172,23 +172,14 @@ def _cost(trained: Sequence[ConfigRow]) -> Iterator[str]:
         yield f"Training took {listed(parts)}{busy}."
 
 
-def command(data: Prepared, sizes: Sizes, options: Mapping[str, Any], output: Path) -> str:
+def command(data: Prepared, options: Mapping[str, Any], output: Path) -> str:
     """`contaccum train` with these fields, on every row; where small data were passed over in part, on all of it."""
     fields = {**options, "data": data.folder, "model": _from_here(options["model"]), "split": ALL_SPLITS, "output": str(output)}
     fields |= {"n_local": options["n_local"] or "auto", "warmup_updates": None, "limit": None}
     shown = [name for name in _ORDER if name in fields] + sorted(set(fields) - set(_ORDER) - set(_NOT_SHOWN))
-    words = ["contaccum train"]
-    for name in shown:
-        value = fields[name]
-        if value == getattr(TrainConfig, name, None) and name not in ("method", "n_local", "n_total", "lr"):
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        words.append(flag if value is True else f"{flag} {shlex.quote(_word(value))}")
-    return " ".join(words)
-
-
-def _word(value: Any) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    always = ("method", "n_local", "n_total", "lr")
+    chosen = {name: fields[name] for name in shown if name in always or fields[name] != getattr(TrainConfig, name, None)}
+    return f"contaccum train {as_options(chosen)}"
 
 
 def _from_here(place: str) -> str:

@@ -56,7 +56,7 @@ class Prepared:
         return Path(self.folder) / "beir"
 
 
-def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | None = None, most_test: int | None = None) -> Prepared:
+def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | None = None) -> Prepared:
     """The source under `folder`, whole or not at all; what is there already is used again."""
     known, files = folder / "prepared.json", _files(Path(source), folder.parent)
     if (stored := read_if_whole(known)) is not None:
@@ -78,7 +78,7 @@ def prepared(source: str | Path, folder: Path, columns: Columns, subset: str | N
     with scratch_for(folder) as scratch:
         found = prepare(source, scratch / "rows", kind, **options)
         lines += _counts(found)
-        summary = _with_held_out(found, scratch, folder, lines, most_test)
+        summary = _with_held_out(found, scratch, folder, lines)
         save_splits(summary, scratch, folder, judged=True, others=_own_collection(Path(source), kind))
     result = replace(_counted(summary, folder, lines), files=files)
     write_json(known, asdict(result))
@@ -97,13 +97,12 @@ def _counts(found: PrepareSummary) -> list[str]:
     return [f"{split}: left out {count:,} row{'s' if count > 1 else ''} {reason}" for split, count, reason in dropped]
 
 
-def _with_held_out(found: PrepareSummary, scratch: Path, folder: Path, lines: list[str], most_test: int | None) -> PrepareSummary:
+def _with_held_out(found: PrepareSummary, scratch: Path, folder: Path, lines: list[str]) -> PrepareSummary:
     """Arrow files of train, dev and test in `scratch`; those that the source lacks are taken from its training rows."""
     if "train" not in found.splits:
         raise DataError(f"there is no split 'train', but {', '.join(found.splits)}; nothing can be trained on")
     table = load_training_set(found.output, "train")
-    most = {**MOST, **({} if most_test is None else {"test": most_test})}
-    wanted = {split: max(1, min(most[split], len(table) // SHARE[split])) for split in ("test", "dev") if split not in found.splits}
+    wanted = {split: max(1, min(MOST[split], len(table) // SHARE[split])) for split in ("test", "dev") if split not in found.splits}
     parts: dict[str, Callable[[Any], Iterator[Any]]] = {**hold_out(table, wanted, keep_order=False)}
     parts |= {split: partial(_rows, load_training_set(found.output, split)) for split in ("dev", "test") if split in found.splits}
     splits: dict[str, SplitSummary] = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from contaccum.common.options import as_options
 from contaccum.common.provenance import provenance
 
 
@@ -15,25 +16,12 @@ def shared(rows: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any
     about = provenance(0)
     known = ("device", "python", "versions", "cuda", "commit", "seed")
     return {
-        "command": command(options),
+        "command": f"contaccum bench {as_options({name: value for name, value in options.items() if value not in (None, False)})}",
         **{name: about[name] for name in known},
         "driver": driver(),
         "device_bytes": torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None,
         "rows": rows,
     }
-
-
-def command(options: dict[str, Any]) -> str:
-    """As it may be typed to measure the same."""
-    words = ["contaccum bench"]
-    for name, value in options.items():
-        option = "--" + name.replace("_", "-")
-        if isinstance(value, bool):
-            words += [option] * value
-        elif value is not None:
-            given = str(value) if isinstance(value, (str, int)) else ",".join(map(str, value))
-            words.append(f"{option} '{given}'" if " " in given else f"{option} {given}")
-    return " ".join(words)
 
 
 def driver() -> str | None:

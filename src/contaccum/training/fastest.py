@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from contaccum.common.console import note
+from contaccum.common.options import as_options
 from contaccum.common.outputs import read_if_whole, write_json
 from contaccum.common.sizes import parse_bytes
 from contaccum.data.training_set import has_negatives, load_training_set
@@ -182,8 +183,7 @@ def allocate_in_growing_segments() -> None:
 
 
 def _words(chosen: Move) -> str:
-    flags = [(f"--{name.replace('_', '-')}", value) for name, value in chosen.items() if value is not None]
-    return " ".join(flag if value is True else f"--no-{flag[2:]}" if value is False else f"{flag} {value}" for flag, value in flags)
+    return as_options({name: value for name, value in chosen.items() if value is not None})
 
 
 def _said(config: TrainConfig, how: str, cuda: bool) -> TrainConfig:
