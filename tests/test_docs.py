@@ -56,5 +56,31 @@ def test_commands_in_documents_have_these_options(page: Path) -> None:
         assert given <= known | {"--help"}, f"contaccum {name} has no {sorted(given - known)}"
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_options_whole_in_a_window_of_80_columns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    app([name, "--help"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    for parameter in COMMANDS[name].params:
+        option = parameter.opts[0]
+        assert not option.startswith("--") or re.search(rf"--(\[no-\])?{option[2:]}\b", shown)
+
+
+def test_diffs_in_the_architecture_apply_to_these_files() -> None:
+    diffs = [code for language, code in FENCE.findall((ROOT / "docs/architecture.md").read_text(encoding="utf-8")) if language == "diff"]
+    assert len(diffs) == 5
+    for diff in diffs:
+        there: list[str] = []
+        for line in diff.splitlines():
+            if named := re.fullmatch(r" # (\S+\.py)", line):
+                file = ROOT / "src/contaccum" / named[1]
+                there = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+            elif line[0] != "+" and line.strip() != "...":
+                assert line[1:] in there, f"{named} {line}"
+
+
 def test_there_are_commands_in_the_documents() -> None:
     assert sum(len(commands_of(page)) for page in PAGES) > 20

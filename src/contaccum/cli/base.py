@@ -36,6 +36,16 @@ class InOrder(typer.core.TyperGroup):
         return sorted(self.commands, key=ORDER.index)
 
 
+class Command(typer.core.TyperCommand):
+    """Shows what can be switched on and off as `--[no-]name`: a column for each of the two cuts names in a window of 80 columns."""
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        for option in self.params:
+            if option.secondary_opts:
+                option.opts, option.secondary_opts = [f"--[no-]{option.opts[0][2:]}"], []
+        super().format_help(context, formatter)
+
+
 app = typer.Typer(cls=InOrder, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -58,12 +68,18 @@ def options_of(config: Any, only: Sequence[str] = ()) -> Callable[[Callable[...,
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
         chosen = [field for field in fields(config) if not only or field.name in only]
-        generated = [_option(field) for field in sorted(chosen, key=lambda field: GROUPS.index(field.metadata["group"]))]
-        command.__signature__ = inspect.Signature([*own, *generated])  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in [*own, *generated]}
+        parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in [*own, *map(_option, chosen)]]
+        parameters.sort(key=lambda p: ("", *GROUPS).index(_group(p)))
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
 
     return decorate
+
+
+def _group(parameter: inspect.Parameter) -> str:
+    """Under which its help stands; "" for one that has none."""
+    return getattr(parameter.annotation.__metadata__[0], "rich_help_panel", None) or ""
 
 
 def _option(field: Field[Any]) -> inspect.Parameter:

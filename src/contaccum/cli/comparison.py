@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from contaccum.cli.base import app
+from contaccum.cli.base import Command, app
 from contaccum.cli.functions import command
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def show_comparison(found: Comparison, **_: Any) -> None:
     print(f"\nPage: {found.page}")
 
 
-@app.command("quickstart")
+@app.command("quickstart", cls=Command)
 def quickstart(
     output: Annotated[Path, typer.Option(help="folder to write; a number is added where it exists")] = Path("runs/quickstart"),
     pairs: Annotated[int, typer.Option(help="docstring -> function pairs, half of them for the encoder to start from")] = 15_000,

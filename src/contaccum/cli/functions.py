@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Optional
 
 import typer
-from typer.core import TyperCommand
 
 import contaccum
-from contaccum.cli.base import app, default_text, whole_numbers
+from contaccum.cli.base import Command, app, default_text, whole_numbers
 
 ROOT = Path(contaccum.__file__).parent
 # For callers in Python.
@@ -43,7 +42,7 @@ class Described(NamedTuple):
     parameters: list[Parameter]
 
 
-def command(module: str, name: str, cls: type[TyperCommand] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(module: str, name: str, cls: type[Command] = Command) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the function `name` of `module` as a command. What is decorated shows its result, and has the examples in its docstring.
 
     With --json the result is printed as JSON, unless the function has a parameter `json` of its own.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from typer.core import TyperCommand
-
+from contaccum.cli.base import Command
 from contaccum.cli.functions import command
 
 if TYPE_CHECKING:
     from contaccum.report.summary import Summary
 
 
-class PairsCommand(TyperCommand):
+class PairsCommand(Command):
     """Takes `--compare A B` any number of times, for which typer has no type."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from contaccum.cli.base import app, whole_numbers
+from contaccum.cli.base import Command, app, whole_numbers
 
 
-@app.command("reproduce")
+@app.command("reproduce", cls=Command)
 def reproduce(
     experiment: Annotated[str, typer.Argument(help="main, ablation, bank-size, speed, gradnorm, simmass, memory or pretrain")],
     dataset: Annotated[str, typer.Option(help="acl, squad-wiki, nq, trivia, webq, trec, msmarco or harvest (embedded)")] = "harvest",

@@ -9,25 +9,37 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from contaccum.cli.base import app, options_of
-from contaccum.methods.config import TrainConfig, load_config
+from contaccum.cli.base import Command, app, options_of
+from contaccum.methods.config import EVALUATION, MEMORY, MODEL, SAVING, TrainConfig, load_config
 from contaccum.methods.recipes import recipe as named_recipe
 
 LARGE = 500_000  # passages
 
 
-@app.command("train")
+@app.command("train", cls=Command)
 @options_of(TrainConfig)
 def train(
     config: Annotated[Optional[Path], typer.Argument(help="YAML file of these options; those on the command line override it")] = None,  # noqa: UP045
-    resume: Annotated[bool, typer.Option("--resume", help="continue the run in --output")] = False,
-    evaluated: Annotated[bool, typer.Option("--evaluate/--no-evaluate", help="in the end, if --data has a test split")] = True,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run in --output", rich_help_panel=SAVING)] = False,
+    evaluated: Annotated[
+        bool,
+        typer.Option(
+            "--evaluate/--no-evaluate", help="in the end, if --data has a test split", show_default=False, rich_help_panel=EVALUATION
+        ),
+    ] = True,
     recipe: Annotated[
-        str, typer.Option(help="to start from: paper, or st: one tower, mean pooling, cosine, one epoch, as sentence-transformers' users")
+        str,
+        typer.Option(
+            help="to start from: paper, or st: one tower, mean pooling, cosine, one epoch, as sentence-transformers' users",
+            rich_help_panel=MODEL,
+        ),
     ] = "paper",
     speed: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="auto: choose precision, n_local and the options that make towers faster, by trials of two minutes at most"),
+        typer.Option(
+            help="auto: choose precision, n_local and the options that make towers faster, by trials of two minutes at most",
+            rich_help_panel=MEMORY,
+        ),
     ] = None,
     json_: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
     **options: Any,

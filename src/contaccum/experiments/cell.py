@@ -164,11 +164,10 @@ def _memory(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     for _ in range(0, bank, n):
         vectors = torch.randn(n, 2 + h, width, device=device, requires_grad=True)
         criterion(vectors[:, 0], vectors[:, 1], vectors[:, 2:] if h else None)
-    seen = sum(buffer.nbytes for name, buffer in criterion.bank.named_buffers() if name in ("_queries", "_passages"))
     rows, columns = bank + n, (bank + n) * (1 + h)
     return {
         "predicted_bytes": bank * (2 + h) * width * 4,
-        "vector_bytes": seen,
+        "vector_bytes": criterion.bank.queries.nbytes + criterion.bank.passages.nbytes,
         "bank_bytes": criterion.bank.nbytes,
         "matrix_bytes": rows * columns * 4,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
