@@ -173,7 +173,7 @@ def _cost(trained: Sequence[ConfigRow]) -> Iterator[str]:
 
 
 def command(data: Prepared, options: Mapping[str, Any], output: Path) -> str:
-    """`contaccum train` with these fields, on every row; where small data were passed over in part, on all of it."""
+    """`contaccum train` with these fields, on every row, also where only a part was trained on."""
     fields = {**options, "data": data.folder, "model": _from_here(options["model"]), "split": ALL_SPLITS, "output": str(output)}
     fields |= {"n_local": options["n_local"] or "auto", "warmup_updates": None, "limit": None}
     shown = [name for name in _ORDER if name in fields] + sorted(set(fields) - set(_ORDER) - set(_NOT_SHOWN))

@@ -18,7 +18,7 @@ from contaccum.methods.table import get_method
 
 FEWEST = 16  # rows to train on: an update of the smallest kind
 FEW_UPDATES = 50  # below that, little is learnt
-UPDATES = 100  # of an epoch, by smaller ones where rows are few; below that, data are passed over more than once ...
+UPDATES = 100  # of an epoch, by smaller ones where rows are few; below that, data are used for more than one epoch ...
 MOST_EPOCHS = 3  # ... but not more often than that
 N_TOTAL, N_LOCAL = 128, 8
 POINTS = 6  # of a learning curve
