@@ -68,12 +68,12 @@ def main() -> None:
         say=partial(print, flush=True),
     )
     show_lines(table(rows))
-    told = ratios(rows)
-    for name, value in told.items():
+    result = ratios(rows)
+    for name, value in result.items():
         print(f"{name}: {'not measured' if value is None else f'x{value:.2f}'}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"provenance": provenance(SEED), "memory": args.memory, "planned_n": n, "ratios": told, "rows": rows}
+        content = {"provenance": provenance(SEED), "memory": args.memory, "planned_n": n, "ratios": result, "rows": rows}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

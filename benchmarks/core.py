@@ -65,7 +65,7 @@ def main() -> None:
         save(drawn(json.loads(args.draw.read_text(encoding="utf-8"))["cells"]), args.folder, args.draw.stem)
         return
     rows = []
-    print(f"{'bank':>7} {'n':>3} {'':6}" + "".join(f" | {told:>12} {'extra':>9}" for told in VARIANTS.values()))
+    print(f"{'bank':>7} {'n':>3} {'':6}" + "".join(f" | {label:>12} {'extra':>9}" for label in VARIANTS.values()))
     for similarity, n, bank in itertools.product(args.similarity, args.n, args.bank):
         cell = {"bank": bank, "n": n, "d": args.d, "h": args.h, "similarity": similarity, "device": args.device, "seconds": args.seconds}
         incremental = run_cell({**cell, "way": "incremental"})
@@ -173,20 +173,20 @@ def peak(device: str) -> int:
 
 def table_row(cell: dict[str, Any]) -> str:
     found = [cell.get(way) for way in VARIANTS]
-    told = [f"{1e3 * one['seconds']:9.2f} ms {one['extra_bytes'] / 2**20:6.0f} MB" if one else f"{'left out':>22}" for one in found]
-    return " | ".join([f"{cell['bank']:7,} {cell['n']:3} {cell['similarity']:6}", *told])
+    label = [f"{1e3 * one['seconds']:9.2f} ms {one['extra_bytes'] / 2**20:6.0f} MB" if one else f"{'left out':>22}" for one in found]
+    return " | ".join([f"{cell['bank']:7,} {cell['n']:3} {cell['similarity']:6}", *label])
 
 
 def drawn(cells: list[dict[str, Any]]) -> Any:
     """Milliseconds by bank, both in powers: twice the bank takes twice the time on a line as steep as one to one."""
     series: list[Series] = []
-    for way, told in VARIANTS.items():
+    for way, label in VARIANTS.items():
         for n in sorted({cell["n"] for cell in cells}):
             chosen = [cell for cell in cells if cell["n"] == n and cell.get(way) and cell.get("similarity", "dot") == "dot"]
             points = sorted((cell["bank"], 1e3 * cell[way]["seconds"]) for cell in chosen)
             if points:
                 x, y = ([point[i] for point in points] for i in range(2))
-                series.append(Series(len(series), f"{told}, n = {n}", x, y, y, y))
+                series.append(Series(len(series), f"{label}, n = {n}", x, y, y, y))
     figure = lines(series, "bank (tuples)", "ms of a micro-step's loss", zero=False)
     (axes,) = figure.axes
     axes.set_xscale("log", base=2)

@@ -136,7 +136,7 @@ def turn(config: TrainConfig, work: Workload) -> Row:
     return {
         "diagnose_every": config.diagnose_every,
         "seconds": (after - before) / updates,
-        "hooks_seconds": {told: (spent[name] - spent_before[name]) / updates for name, told in HOOKS.items()},
+        "hooks_seconds": {label: (spent[name] - spent_before[name]) / updates for name, label in HOOKS.items()},
     }
 
 

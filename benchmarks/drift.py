@@ -244,8 +244,8 @@ def work(tokens: str, model: str, grid: str, output: str, until: float, compiled
         except Exception:
             found = {"error": traceback.format_exc()}
         with open(output, "a", encoding="utf-8") as results:
-            told = {"setting": asdict(setting), **found, "total_seconds": time.perf_counter() - started}
-            results.write(json.dumps({**told, "provenance": provenance(setting.seed)}) + "\n")
+            result = {"setting": asdict(setting), **found, "total_seconds": time.perf_counter() - started}
+            results.write(json.dumps({**result, "provenance": provenance(setting.seed)}) + "\n")
         end = found.get("error", f"MRR {found.get('MRR', 0):.2f}, {found.get('seconds', 0):.0f} s")
         print(f"{setting.name}, {setting.similarity}, lr {setting.lr:g}, {setting.epochs:g} epochs, seed {setting.seed}: {end}", flush=True)
         if device == "cuda":

@@ -38,15 +38,15 @@ def main() -> None:
         parser.error("give a results file, or --draw")
     runs = [json.loads(line) for line in args.results.read_text(encoding="utf-8").splitlines()]
     runs = [run for run in runs if run["setting"]["split"] == "test" and "error" not in run]
-    told = {"methods": methods(runs), "tests": tests(runs)}
-    for row in told["methods"]:
+    result = {"methods": methods(runs), "tests": tests(runs)}
+    for row in result["methods"]:
         print(f"{row['method']}, {row['similarity']}, {row['epochs']} epochs, n = {row['n']}, lr {row['lr']:g}: {row['MRR']}")
-    for row in told["tests"]:
+    for row in result["tests"]:
         cell = f"{row['similarity']}, {row['epochs']} epochs, n = {row['n']}"
         print(f"{cell}, over {row['over']}: {row['difference']:+.2f}, p {row['p_value']:.1g}")
     if args.json:
         where = {name: value for name, value in runs[0]["provenance"].items() if name != "seed"}
-        args.json.write_text(json.dumps({"provenance": where, **told}, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps({"provenance": where, **result}, indent=1) + "\n", encoding="utf-8")
 
 
 def methods(runs: Sequence[Row]) -> list[Row]:

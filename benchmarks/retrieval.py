@@ -6,7 +6,7 @@
 Search: random unit vectors in shards of 100,000; each way runs in a process of its own, so that its peak memory is its own. Ours reads
 the shards, checks their checksums and searches; faiss has its index in memory before its time starts ("load" tells how long that took).
 Encode: the same passages, from texts to vectors; on a CPU in CPU seconds, which do not depend on what else the machine does. Ways take
-turns; the median of the rounds is told.
+turns; the median of the rounds is shown.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def main() -> None:
         print(json.dumps(one_way(args.ways[0], args.scratch, args.k, args.device)))
         return
     measured = search(args) if args.what == "search" else encode(args)
-    told = {"provenance": provenance(SEED), **measured}
+    result = {"provenance": provenance(SEED), **measured}
     print(json.dumps(measured, indent=1))
     if args.json:
-        args.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def search(args: argparse.Namespace) -> dict[str, Any]:
@@ -78,13 +78,13 @@ def search(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_way(way: str, folder: str, args: argparse.Namespace) -> dict[str, float]:
     words = ["way", "--ways", way, "--scratch", folder, "--k", str(args.k), "--device", args.device]
-    told = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True)
-    measured: dict[str, float] = json.loads(told.stdout)
+    result = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True)
+    measured: dict[str, float] = json.loads(result.stdout)
     return measured
 
 
 def summed_up(rounds: list[dict[str, float]], args: argparse.Namespace) -> dict[str, Any]:
-    """Median of the rounds, whose times are all told."""
+    """Median of the rounds, whose times are all shown."""
     seconds = [measured["seconds"] for measured in rounds]
     middle = statistics.median(seconds)
     rest = {"load_seconds": statistics.median(m["load_seconds"] for m in rounds), "peak_bytes": max(m["peak_bytes"] for m in rounds)}

@@ -58,8 +58,8 @@ def main() -> None:
             rows.append({"n_local": n, **{case: summed_up(runs) for case, runs in turns.items()}, "without padding": unpadded})
             print(json.dumps(rows[-1]), flush=True)
     if args.json:
-        told = {"model": args.model, "n_total": args.n_total, "updates": args.updates, "precision": args.precision, "rows": rows}
-        args.json.write_text(json.dumps({"provenance": provenance(SEED), **told}, indent=1) + "\n", encoding="utf-8")
+        result = {"model": args.model, "n_total": args.n_total, "updates": args.updates, "precision": args.precision, "rows": rows}
+        args.json.write_text(json.dumps({"provenance": provenance(SEED), **result}, indent=1) + "\n", encoding="utf-8")
 
 
 def one_run(folder: Path, name: str, args: argparse.Namespace, options: dict[str, int]) -> dict[str, Any]:

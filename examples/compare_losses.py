@@ -57,8 +57,8 @@ def main() -> None:
         print(f"{row['loss']:36}{row['NDCG@10']:10.4f}{row['MRR@10']:10.4f}{row['seconds']:10.1f}")
     if args.json:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-        told = {"settings": settings, "rows": len(rows), "repeats": shared, "results": results, "provenance": provenance(args.seed)}
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+        result = {"settings": settings, "rows": len(rows), "repeats": shared, "results": results, "provenance": provenance(args.seed)}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def measure(name: str, args: argparse.Namespace, rows: Dataset, evaluator: InformationRetrievalEvaluator) -> dict[str, Any]:

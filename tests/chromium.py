@@ -78,16 +78,16 @@ class Chromium:
         return json.loads(message)
 
     def _event(self, message: dict[str, Any]) -> None:
-        method, told = message.get("method", ""), message.get("params", {})
+        method, params = message.get("method", ""), message.get("params", {})
         self.seen.append(method)
         if method == "Runtime.exceptionThrown":
-            self.problems.append(json.dumps(told["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.problems.append(json.dumps(told["args"]))
-        elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.problems.append(json.dumps(told["entry"]))
+            self.problems.append(json.dumps(params["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.problems.append(json.dumps(params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.problems.append(json.dumps(params["entry"]))
         elif method == "Network.requestWillBeSent":
-            self.requests.append(told["request"]["url"])
+            self.requests.append(params["request"]["url"])
 
     def open(self, file: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
@@ -100,10 +100,10 @@ class Chromium:
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
-        told = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in told:
-            raise RuntimeError(json.dumps(told["exceptionDetails"]))
-        return told["result"].get("value")
+        params = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in params:
+            raise RuntimeError(json.dumps(params["exceptionDetails"]))
+        return params["result"].get("value")
 
     def pdf(self, file: Path) -> None:
         file.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"]))

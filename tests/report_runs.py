@@ -51,9 +51,15 @@ def make_run(folder: Path, log: list[float] | None = None, finished: bool = True
     lines = ({"update": i, "epoch": i / 100, "lr": 1e-4, "loss": loss, "negatives_per_query": 7} for i, loss in enumerate(losses, 1))
     write_lines(folder / "log.jsonl", lines)
     if finished:
-        told = {"method": values["method"], "updates": len(losses), "samples_per_second": 100.0, "seconds": 91.0, "final_loss": losses[-1]}
+        result = {
+            "method": values["method"],
+            "updates": len(losses),
+            "samples_per_second": 100.0,
+            "seconds": 91.0,
+            "final_loss": losses[-1],
+        }
         peaks = {"negatives_per_query": 7, "peak_bytes": 2_500_000_000, "bank_bytes": 0, "resumed_at_update": None}
-        (folder / "summary.json").write_text(json.dumps(told | peaks))
+        (folder / "summary.json").write_text(json.dumps(result | peaks))
     return folder
 
 

@@ -289,11 +289,11 @@ def test_a_source_without_a_name(tmp_path: Path) -> None:
 # Vectors
 
 
-def vectors(folder: Path, values: np.ndarray, ids: list[str], **told: object) -> Path:
+def vectors(folder: Path, values: np.ndarray, ids: list[str], **fields: object) -> Path:
     folder.mkdir()
     entry = write_shard(folder, 0, values, ids, "")
     manifest = {"model_checksum": "m", "normalized": False, "dim": values.shape[1], "dtype": str(values.dtype), "source": "none"}
-    write_json(folder / "manifest.json", {**manifest, "complete": True, "shards": [vars(entry)], **told})
+    write_json(folder / "manifest.json", {**manifest, "complete": True, "shards": [vars(entry)], **fields})
     return folder
 
 
@@ -312,7 +312,7 @@ def test_a_vector_that_is_no_vector_is_not_searched(odd: float, what: str, index
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
+    ("fields", "message"),
     [
         ({"dim": "x"}, "is damaged"),
         ({"dim": None}, "is damaged"),
@@ -328,11 +328,11 @@ def test_a_vector_that_is_no_vector_is_not_searched(odd: float, what: str, index
     ],
 )
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_manifest_of_wrong_types(told: dict, message: str, verify: bool, tmp_path: Path) -> None:
+def test_a_manifest_of_wrong_types(fields: dict, message: str, verify: bool, tmp_path: Path) -> None:
     passages = np.ones((5, 8), "float16")
     queries = vectors(tmp_path / "q", passages, list("abcde"))
     with pytest.raises(DataError, match=message) as error:
-        search(vectors(tmp_path / "p", passages, list("abcde"), **told), queries, tmp_path / "r.trec", verify=verify, progress=False)
+        search(vectors(tmp_path / "p", passages, list("abcde"), **fields), queries, tmp_path / "r.trec", verify=verify, progress=False)
     assert_one_line(error)
 
 

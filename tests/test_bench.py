@@ -150,7 +150,7 @@ def test_operations_are_six_per_weight_and_token_and_a_third_more_by_gradcache()
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"lengths": "some"}, "lengths 'some' is unknown; choose one of fixed, varied"),
         ({"n_local": 3}, "n_total=8 is not a multiple of n_local=3"),
@@ -158,8 +158,8 @@ def test_operations_are_six_per_weight_and_token_and_a_third_more_by_gradcache()
         ({"hard_negatives": -1}, "hard_negatives=-1 must be at least 0"),
     ],
 )
-def test_mistakes_are_one_clear_line(changes, told) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_mistakes_are_one_clear_line(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
         measure("tiny", Workload(**{**vars(SMALL), **changes}), ["gradaccum"], **ONCE)
 
 

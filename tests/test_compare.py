@@ -117,12 +117,12 @@ def test_data_that_has_changed_is_refused(finished: tuple[Path, Any, list[str]],
         prepared(other, tmp_path / "data", Columns())
     (tmp_path / "more").mkdir()
     shutil.copy(other, tmp_path / "more" / "pairs.csv")
-    told = prepared(tmp_path / "more" / "pairs.csv", tmp_path / "made", Columns())
+    content = prepared(tmp_path / "more" / "pairs.csv", tmp_path / "made", Columns())
     with open(tmp_path / "more" / "pairs.csv", "a") as lines:
         lines.write("999,one more,and its answer\n")
     with pytest.raises(ValueError, match="has changed"):
         prepared(tmp_path / "more" / "pairs.csv", tmp_path / "made", Columns())
-    assert told.passages == 300
+    assert content.passages == 300
 
 
 def test_an_output_within_the_data_s_folder_is_no_change(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ def test_an_unexpected_error_is_one_line_and_a_file(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("contaccum.data.prepare.prepare", broken)
     assert run(["prepare", "a.csv", "--output", "b"], monkeypatch) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("error: unexpected KeyError: 'lost'; the traceback is in ")
-    assert len(told.splitlines()) == 1
-    file = Path(told.split(" is in ")[1].split(",")[0])
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: unexpected KeyError: 'lost'; the traceback is in ")
+    assert len(printed.splitlines()) == 1
+    file = Path(printed.split(" is in ")[1].split(",")[0])
     assert "in broken" in file.read_text(encoding="utf-8")
     file.unlink()
     monkeypatch.setattr(sys, "argv", ["contaccum", "prepare", "a.csv", "--output", "b", "--debug"])
@@ -54,9 +54,9 @@ def test_quiet_leaves_the_result_and_errors(tmp_path: Path, monkeypatch: pytest.
     file = tmp_path / "a.jsonl"
     file.write_text("".join(f'{{"query": "q {i}", "positive": "p {i}"}}\n' for i in range(3)))
     assert run(["prepare", str(file), "--quiet", "--output", str(tmp_path / "out")], monkeypatch) == 0
-    told = capsys.readouterr()
-    assert told.err == ""
-    assert "train" in told.out
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "train" in printed.out
     assert run(["--quiet", "prepare", str(tmp_path / "none.csv"), "--output", str(tmp_path / "other")], monkeypatch) == 2
     assert capsys.readouterr().err.startswith("error: ")
 

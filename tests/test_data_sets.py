@@ -59,9 +59,9 @@ def test_one_loss_for_two_data_sets_equals_a_loss_for_each(tiny_encoder, tmp_pat
 
 
 def test_one_bank_for_both_would_be_another_training(tiny_encoder, tmp_path) -> None:
-    """Guards the test above: a loss that is not told mixes them."""
+    """Guards the test above: a loss that does not know the data set mixes them."""
     data = {"a": dataset(40), "b": dataset(24)}
-    told = trained(tiny_encoder(), tmp_path / "a", data=DatasetDict(data))
+    outcome = trained(tiny_encoder(), tmp_path / "a", data=DatasetDict(data))
 
     class Deaf(ContAccumTrainer):
         def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def test_one_bank_for_both_would_be_another_training(tiny_encoder, tmp_path) -> 
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     mixed = trained(tiny_encoder(), tmp_path / "b", Deaf, data=DatasetDict(data))
-    assert not torch.equal(*(next(iter(t.model.parameters())) for t in (told, mixed)))
+    assert not torch.equal(*(next(iter(t.model.parameters())) for t in (outcome, mixed)))
 
 
 def test_a_resumed_training_has_the_bank_of_each_data_set(tiny_encoder, tmp_path) -> None:

@@ -82,18 +82,18 @@ def test_similarity_mass_equals_the_softmax_by_hand(similarity: str, negatives: 
         c = 1 + negatives
         column_ages = torch.cat([torch.zeros(3 * c), ages.repeat_interleave(c)])
         positive_columns = torch.arange(3) * c
-        told = sim_mass(seen[-1])
-        assert told["positive"] == pytest.approx(float(weights[torch.arange(3), positive_columns].mean()), rel=1e-5)
+        result = sim_mass(seen[-1])
+        assert result["positive"] == pytest.approx(float(weights[torch.arange(3), positive_columns].mean()), rel=1e-5)
         weights[torch.arange(3), positive_columns] = 0
-        for entry in told["by_age"]:
+        for entry in result["by_age"]:
             of_age = column_ages == entry["age"]
             assert entry["mass"] == pytest.approx(float(weights[:, of_age].sum() / 3), rel=1e-4)
             assert entry["passages"] == int(of_age.sum()) - (entry["age"] == 0)
-        assert told["positive"] + sum(entry["mass"] for entry in told["by_age"]) == pytest.approx(1)
-        assert [entry["age_updates"] for entry in told["by_age"]] == list(range(len(told["by_age"])))
+        assert result["positive"] + sum(entry["mass"] for entry in result["by_age"]) == pytest.approx(1)
+        assert [entry["age_updates"] for entry in result["by_age"]] == list(range(len(result["by_age"])))
         if micro_step % 2:
             criterion.after_update(0.5)
-    assert len(told["by_age"]) == 3
+    assert len(result["by_age"]) == 3
 
 
 def test_a_run_tells_time_memory_mass_and_drift(jsonl, model_folder, tmp_path) -> None:
@@ -145,9 +145,9 @@ def test_troubles_are_named_with_their_remedy() -> None:
 
 def test_what_is_done_already_is_no_remedy() -> None:
     line = {"bank_shift": {"query": 3.0, "passage": 2.0}, "grad_norm_ratio": 40.0}
-    told = dict(troubles([line], "mean+zero-sum"))
-    assert told["shift"].endswith("use a smaller bank or a lower learning rate")
-    assert "drift_correction" not in told["ratio"]
+    result = dict(troubles([line], "mean+zero-sum"))
+    assert result["shift"].endswith("use a smaller bank or a lower learning rate")
+    assert "drift_correction" not in result["ratio"]
     assert all('"mean+zero-sum"' in text for text in dict(troubles([line], "mean")).values())
 
 
@@ -155,9 +155,9 @@ def test_a_bank_that_drifts_is_warned_of_once(tiny_encoder, tmp_path) -> None:
     model = tiny_encoder(dropout=0.0)
     loss = ContAccumLoss(model, bank_size=32, scale=100.0, drift_correction=None)
     diagnostics = Diagnostics(tmp_path / "d.jsonl", loss, every=1)
-    with pytest.warns(UserWarning, match="have shifted by") as told:
+    with pytest.warns(UserWarning, match="have shifted by") as result:
         trained(model, tmp_path / "run", loss=loss, callbacks=[diagnostics], learning_rate=0.1, num_train_epochs=4)
-    assert len([w for w in told if "have shifted by" in str(w.message)]) == 1
+    assert len([w for w in result if "have shifted by" in str(w.message)]) == 1
 
 
 def test_without_learning_nothing_drifts(tiny_encoder, tmp_path) -> None:

@@ -73,9 +73,9 @@ def test_a_process_that_dies_leaves_a_resumable_run(jsonl, model_folder, tmp_pat
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
     os.kill(rank_one(process.pid), signal.SIGKILL)
-    _, told = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert "Signal 9 (SIGKILL)" in told
+    assert "Signal 9 (SIGKILL)" in errors
     resumed = subprocess.run(
         [*TORCHRUN, "-m", "contaccum", "train", "--output", str(tmp_path / "run"), "--resume"], capture_output=True, text=True
     )

@@ -30,12 +30,12 @@ def test_compare_losses(model_folder: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), *map(str, options)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
-    told = json.loads(out.read_text())
-    assert [row["loss"] for row in told["results"]] == LOSSES
+    result = json.loads(out.read_text())
+    assert [row["loss"] for row in result["results"]] == LOSSES
     assert [line.split()[0] for line in done.stdout.splitlines()[-3:]] == LOSSES
-    assert all(math.isfinite(row["NDCG@10"]) and 0 <= row["NDCG@10"] <= 1 for row in told["results"])
-    assert [row["updates"] for row in told["results"]] == [2, 2, 2]  # 18 rows: two updates of 8
-    assert told["provenance"]["seed"] == 42
+    assert all(math.isfinite(row["NDCG@10"]) and 0 <= row["NDCG@10"] <= 1 for row in result["results"])
+    assert [row["updates"] for row in result["results"]] == [2, 2, 2]  # 18 rows: two updates of 8
+    assert result["provenance"]["seed"] == 42
 
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "compare.ipynb"

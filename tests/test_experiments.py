@@ -39,11 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, dict[str, Any]]:
     """The results of all."""
-    told = {}
+    result = {}
     for name in EXPERIMENTS:
         seeds = (0, 1) if name == "simmass" else (0,)
-        told[name] = reproduce(Request(name, folder / name, scale="tiny", seeds=seeds, jobs=0), say=lambda line: None)
-    return told
+        result[name] = reproduce(Request(name, folder / name, scale="tiny", seeds=seeds, jobs=0), say=lambda line: None)
+    return result
 
 
 def results(folder: Path, name: str) -> dict[str, Any]:
@@ -53,11 +53,11 @@ def results(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
 def test_every_experiment_ends_with_results_table_and_figure(found, folder: Path, name: str) -> None:
     assert found[name]["failed"] == []
-    told = results(folder, name)
-    assert told["experiment"] == name
-    assert told["provenance"]["versions"]["torch"]
+    result = results(folder, name)
+    assert result["experiment"] == name
+    assert result["provenance"]["versions"]["torch"]
     groups = list(dict.fromkeys(cell.group for cell in planned(Request(name, folder / name, scale="tiny"))))
-    assert [row["group"] for row in told["rows"]] == groups
+    assert [row["group"] for row in result["rows"]] == groups
     assert (folder / name / "table.md").read_text() == as_markdown(plain_table(found[name]["table"]))
     assert len((folder / name / "table.md").read_text().splitlines()) == 2 + len(groups)
     names = ["results.json", "table.md", f"{name}.png", f"{name}.svg"]

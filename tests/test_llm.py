@@ -290,9 +290,9 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_is_refused_before_anything_is_written(message: str, jsonl, decoder_folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ValueError, match=re.escape(message)) as told:
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
         train(load_config(None, options(jsonl(32), decoder_folder, tmp_path / "run", **REFUSED[message])))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 

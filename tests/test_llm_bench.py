@@ -1,4 +1,4 @@
-"""`benchmarks/llm.py`: on a CPU it runs through, and what fits where is told from what was reserved."""
+"""`benchmarks/llm.py`: on a CPU it runs through, and what fits is judged by what was reserved."""
 
 from __future__ import annotations
 

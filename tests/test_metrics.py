@@ -113,13 +113,13 @@ def test_comparison_equals_the_paired_t_test() -> None:
     rng = random.Random(0)
     first = {str(i): rng.random() for i in range(50)}
     second = {key: value + rng.gauss(-0.05, 0.2) for key, value in first.items()}
-    told = paired_comparison(first, dict(reversed(second.items())))
+    outcome = paired_comparison(first, dict(reversed(second.items())))
     test = stats.ttest_rel([first[key] for key in first], [second[key] for key in first])
-    assert told["p_value"] == pytest.approx(test.pvalue, rel=1e-9)
-    assert (told["low"], told["high"]) == pytest.approx(tuple(test.confidence_interval(0.95)), rel=1e-9)
-    assert told["effect_size"] == pytest.approx(test.statistic / math.sqrt(50))
-    assert told["wins"] + told["losses"] == 50
-    assert told["difference"] > 0
+    assert outcome["p_value"] == pytest.approx(test.pvalue, rel=1e-9)
+    assert (outcome["low"], outcome["high"]) == pytest.approx(tuple(test.confidence_interval(0.95)), rel=1e-9)
+    assert outcome["effect_size"] == pytest.approx(test.statistic / math.sqrt(50))
+    assert outcome["wins"] + outcome["losses"] == 50
+    assert outcome["difference"] > 0
 
 
 def test_comparison_is_antisymmetric_and_knows_equal_runs() -> None:
@@ -210,6 +210,6 @@ def test_runs_of_encodings_that_differ_in_length_are_told_apart(tmp_path: Path, 
     for name, tag in (("a", "contaccum-tokens-64"), ("b", "contaccum-tokens-128"), ("c", "another")):
         files.append(tmp_path / f"{name}.trec")
         files[-1].write_text("".join(f"q{i} Q0 d 1 1.0 {tag}\n" for i in range(2)))
-    for other, told in ((files[1], True), (files[2], False), (files[0], False)):
+    for other, outcome in ((files[1], True), (files[2], False), (files[0], False)):
         evaluate_run(files[0], qrels=tmp_path / "qrels.tsv", compare=other)
-        assert ("read 64 tokens of a passage" in capsys.readouterr().err) == told
+        assert ("read 64 tokens of a passage" in capsys.readouterr().err) == outcome

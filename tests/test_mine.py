@@ -1,4 +1,4 @@
-"""`mine`: splits are filled in order, files whole or absent, mistakes told in one line."""
+"""`mine`: splits are filled in order, files whole or absent, a mistake is one line."""
 
 from __future__ import annotations
 

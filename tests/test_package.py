@@ -60,8 +60,8 @@ def whole_script(model: Path) -> str:
     """The first one in docs/sentence-transformers.md, with a model that is here and words that it knows."""
     script, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sentence-transformers.md").read_text(), flags=re.DOTALL)
     assert "sentence-transformers/all-MiniLM-L6-v2" in script
-    for told, here in (("sentence-transformers/all-MiniLM-L6-v2", str(model)), ("{a}", "w{a}"), ("{b}", "w{b}"), ("{a + b}", "w{a + b}")):
-        script = script.replace(told, here)
+    for result, here in (("sentence-transformers/all-MiniLM-L6-v2", str(model)), ("{a}", "w{a}"), ("{b}", "w{b}"), ("{a + b}", "w{a + b}")):
+        script = script.replace(result, here)
     return script
 
 

@@ -1,4 +1,4 @@
-"""The planner's choices: the largest that fits, told on the command line, kept by training, checked by runs."""
+"""The planner's choices: the largest that fits, shown on the command line, kept by training, checked by runs."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_what_would_buy_more_is_told() -> None:
     found = plan(asked("200MB"))
     bought = {alternative.options: alternative.n_local for alternative in found.more}
     assert bought["--gradient-checkpointing"] > found.config.n_local
-    told = json.loads(json.dumps({**found.as_dict(), "model": ""}))
-    assert told["n_local"] * told["micro_batches"] == told["n_total"] == 96
-    assert sum(told["parts"].values()) == told["allocated_bytes"] <= told["peak_bytes"] <= 0.95 * told["memory_bytes"]
+    printed = json.loads(json.dumps({**found.as_dict(), "model": ""}))
+    assert printed["n_local"] * printed["micro_batches"] == printed["n_total"] == 96
+    assert sum(printed["parts"].values()) == printed["allocated_bytes"] <= printed["peak_bytes"] <= 0.95 * printed["memory_bytes"]
     assert plan(asked("1GB")).more == []
 
 
@@ -83,9 +83,9 @@ BAD = {
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_clear_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as printed:
         plan(asked(**{"memory": "1GB", **options}))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(printed.value)
 
 
 def test_a_given_micro_batch_is_judged() -> None:
@@ -113,8 +113,8 @@ def call(*words: object) -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str], model_folder: str) -> None:
     common = ("plan", "--model", model_folder, "--max-seq-length", "32", "--n-total", "32", "--bank", "16")
     call(*common, "--memory", "500MB", "--json")
-    told = json.loads(capsys.readouterr().out)
-    assert (told["n_local"], told["bank"], told["hard_negatives"]) == (32, 16, 1)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["n_local"], printed["bank"], printed["hard_negatives"]) == (32, 16, 1)
     call(*common, "--memory", "500MB")
     out = capsys.readouterr().out
     assert "n = 32, K = 1, bank = 16" in out
@@ -126,8 +126,8 @@ def test_command_line(capsys: pytest.CaptureFixture[str], model_folder: str) -> 
 @pytest.mark.skipif(not MINILM.exists(), reason=f"{MINILM.name} is not among the shared models")
 def test_a_model_folder_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     call("plan", "--model", MINILM, "--memory", "2GB", "--max-seq-length", "128", "--n-local", "16", "--json")
-    told = json.loads(capsys.readouterr().out)
-    assert 1.0e9 < told["peak_bytes"] < 1.5e9
+    printed = json.loads(capsys.readouterr().out)
+    assert 1.0e9 < printed["peak_bytes"] < 1.5e9
 
 
 @pytest.mark.parametrize(("bank", "resolved"), [(16, 16), ("auto", 16)])  # 48 rows: the micro-batch of 16 decides
@@ -219,12 +219,15 @@ def test_the_fastest_of_what_was_tried_is_the_plan(quickest: str) -> None:
     larger = max(measured.n_local for measured in (found.measured, *found.slower))
     assert larger > n
     names = {"plain": f"n = {n}", "graphs": f"n = {n} and CUDA graphs", "checkpointing": f"n = {larger} and gradient checkpointing"}
-    told = text(found).splitlines()
-    assert [line.split(":")[0] for line in told if line.startswith("measured")] == [f"measured with {names[quickest]}"]
-    assert [line.split(":")[0] for line in told if line.startswith("slower")] == [
+    printed = text(found).splitlines()
+    assert [line.split(":")[0] for line in printed if line.startswith("measured")] == [f"measured with {names[quickest]}"]
+    assert [line.split(":")[0] for line in printed if line.startswith("slower")] == [
         f"slower with {names[name]}" for name in names if name != quickest
     ]
-    assert ("--cuda-graphs" in told[-1], "--gradient-checkpointing" in told[-1]) == (quickest == "graphs", quickest == "checkpointing")
+    assert ("--cuda-graphs" in printed[-1], "--gradient-checkpointing" in printed[-1]) == (
+        quickest == "graphs",
+        quickest == "checkpointing",
+    )
     assert len(found.as_dict()["slower"]) == 2
     assert said[0].startswith(f"tried n = {fit.config.n_local}: ")
     assert [line.split(":")[0] for line in said if "graphs" in line] == [f"tried {names['graphs']}"]
@@ -242,18 +245,18 @@ def test_what_cannot_be_tried_beside_a_plan_is_told() -> None:
     plan = verified(Plan(fit.config, 200_000_000, fit.prediction), planner)
     with pytest.warns(UserWarning, match="which may be faster, could not be tried") as warned:
         assert faster(plan, planner) == plan
-    told = [str(w.message) for w in warned if "could not be tried" in str(w.message)]  # libraries warn of things of their own
-    assert ["no graphs today" in line for line in told] == [True, False]
-    assert "and gradient checkpointing" in told[1]
+    printed = [str(w.message) for w in warned if "could not be tried" in str(w.message)]  # libraries warn of things of their own
+    assert ["no graphs today" in line for line in printed] == [True, False]
+    assert "and gradient checkpointing" in printed[1]
 
 
 def test_a_plan_tells_the_command_that_trains_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_model(tmp_path, BertConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=2, intermediate_size=128, vocab_size=70))
     options = ["--model", str(tmp_path), "--max-seq-length", "64", "--n-total", "32", "--drift-correction", "none", "--tied", "--no-verify"]
     call("plan", "--memory", "150MB", *options)
-    told = capsys.readouterr().out.strip().splitlines()[-1]
-    assert told.startswith(f"to train so: contaccum train --model {tmp_path} --tied ")
-    train_options = told.removeprefix("to train so: contaccum train ").removesuffix(" ...").split()
+    printed = capsys.readouterr().out.strip().splitlines()[-1]
+    assert printed.startswith(f"to train so: contaccum train --model {tmp_path} --tied ")
+    train_options = printed.removeprefix("to train so: contaccum train ").removesuffix(" ...").split()
     assert "--bank" not in train_options  # as large as it is by itself
     config = TrainConfig(model=str(tmp_path), tied=True, max_seq_length=64, n_total=32, drift_correction=None, hard_negatives=1)
     parsed = dict(zip(*[iter(x for x in train_options if x != "--tied")] * 2, strict=True))

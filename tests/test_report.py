@@ -27,19 +27,19 @@ runs = pytest.fixture(two_methods)
 def test_exports_hold_what_the_page_shows(runs: list[Path], tmp_path: Path) -> None:
     files = {"json": tmp_path / "out" / "r.json", "markdown": tmp_path / "out" / "t.md"}
     summary = report(runs, tmp_path / "out" / "r.html", **files, compare=[("contaccum", "gradaccum")])
-    told = json.loads(files["json"].read_text())
-    assert told["headline"] == "MRR@10"
-    assert told["reference"] == "contaccum"
-    assert [row["name"] for row in told["results"]] == ["gradaccum", "contaccum"]
-    first = told["results"][0]
+    result = json.loads(files["json"].read_text())
+    assert result["headline"] == "MRR@10"
+    assert result["reference"] == "contaccum"
+    assert [row["name"] for row in result["results"]] == ["gradaccum", "contaccum"]
+    first = result["results"][0]
     assert first["seeds"] == [1, 2]
     assert first["metrics"] == summary.rows[0].metrics
     assert statistics.fmean(run["metrics"]["MRR@10"] for run in first["runs"]) == pytest.approx(first["metrics"]["MRR@10"])
     assert first["deviations"]["MRR@10"] == pytest.approx(statistics.stdev(run["metrics"]["MRR@10"] for run in first["runs"]))
     assert first["tests"]["MRR@10"] == pytest.approx(summary.tests["MRR@10"]["gradaccum"])
-    assert told["pairs"][0]["tests"]["MRR@10"]["difference"] > 0
-    assert told["differences"] == {"method": {"gradaccum": "gradaccum", "contaccum": "contaccum"}}
-    assert told["verdict"] == verdict(summary)
+    assert result["pairs"][0]["tests"]["MRR@10"]["difference"] > 0
+    assert result["differences"] == {"method": {"gradaccum": "gradaccum", "contaccum": "contaccum"}}
+    assert result["verdict"] == verdict(summary)
     text = files["markdown"].read_text()
     assert text == as_text(summary)
     assert text.startswith(verdict(summary))
@@ -79,7 +79,7 @@ def test_a_run_of_log_and_config_alone_gives_a_page(tmp_path: Path) -> None:
 def test_what_is_missing_is_said_and_nothing_crashes(lost: str, runs: list[Path], tmp_path: Path) -> None:
     for run in runs:
         (run / "diagnostics.jsonl").unlink(), (run / "dev.jsonl").unlink()
-    told = json.loads((runs[0] / "evaluation.json").read_text())
+    result = json.loads((runs[0] / "evaluation.json").read_text())
     reason = "There is no query browser: "
     if lost == "run":
         (runs[0] / "test.trec").unlink()
@@ -91,8 +91,8 @@ def test_what_is_missing_is_said_and_nothing_crashes(lost: str, runs: list[Path]
         (runs[0] / "run.json").unlink()
         reason = 'id="data"'
     elif lost in ("sources", "per_query"):
-        del told[lost]
-        (runs[0] / "evaluation.json").write_text(json.dumps(told))
+        del result[lost]
+        (runs[0] / "evaluation.json").write_text(json.dumps(result))
         reason = reason + "evaluation.json does not say which run file it judged" if lost == "sources" else 'id="data"'
     else:
         (runs[0] / "evaluation.json").unlink()
@@ -169,10 +169,10 @@ def test_the_command_line_writes_all_and_refuses_in_one_line(
     monkeypatch.chdir(tmp_path)
     more = ["--output", "p.html", "--json", "r.json", "--markdown", "t.md", "--compare", "contaccum", str(runs[0])]
     more += ["--compare", "gradaccum", "contaccum", "--baseline", "gradaccum", "--metric", "NDCG@10"]
-    code, told, _ = command(*more)
+    code, result, _ = command(*more)
     assert code == 0
-    assert "contaccum is best by NDCG@10" in told
-    assert "Page: p.html" in told
+    assert "contaccum is best by NDCG@10" in result
+    assert "Page: p.html" in result
     assert len(json.loads((tmp_path / "r.json").read_text())["pairs"]) == 2
     assert (tmp_path / "t.md").exists()
     for wrong, message in ((["--compare", "gradaccum"], "needs two runs"), (["--baseline", "x"], "'x' is none of the runs")):

@@ -76,8 +76,8 @@ def test_times_of_a_busy_machine_are_not_compared(cpu: float, busy: bool, tmp_pa
     for run, skill in zip(runs, (0.3, 0.9), strict=True):
         rank_and_judge(run, data, skill)
         summary = json.loads((run / "summary.json").read_text())
-        told = {**summary, "peak_bytes": None, "process_peak_bytes": 10**9, "threads": 2, "cpu_seconds": cpu}  # of 2 x 91 s
-        (run / "summary.json").write_text(json.dumps(told))
+        result = {**summary, "peak_bytes": None, "process_peak_bytes": 10**9, "threads": 2, "cpu_seconds": cpu}  # of 2 x 91 s
+        (run / "summary.json").write_text(json.dumps(result))
     summary = summary_of(runs)
     assert any("had 55% of its threads' time" in note for note in notes(summary)) == busy
     assert any("the times cannot be compared" in sentence for sentence in sentences(summary)) == busy

@@ -57,9 +57,9 @@ def test_any_other_difference_makes_another_row_and_names_it(tmp_path: Path) -> 
     assert [row.name for row in rows_of([rows[0].runs[0]], {folders[0]: "ours"})] == ["ours"]
     long = [make_run(tmp_path / f"{name}-seed{seed}", data="x" * 60 + name, seed=seed) for name in ("first", "second") for seed in (1, 2)]
     assert [row.name for row in rows_of([read_run_folder(folder) for folder in long])] == ["first", "second"]
-    for name, told in (("same", ["same #1", "same #2"]), ("run", ["a", "b"])):  # cells of `reproduce` are named by the folder above
+    for name, result in (("same", ["same #1", "same #2"]), ("run", ["a", "b"])):  # cells of `reproduce` are named by the folder above
         same = [make_run(tmp_path / place / name, data="x" * 60 + place) for place in ("a", "b")]
-        assert [row.name for row in rows_of([read_run_folder(folder) for folder in same])] == told
+        assert [row.name for row in rows_of([read_run_folder(folder) for folder in same])] == result
 
 
 def test_only_the_fields_that_differ_are_listed(tmp_path: Path) -> None:
@@ -97,8 +97,8 @@ def test_a_field_that_an_older_run_lacks_is_at_its_default(tmp_path: Path) -> No
 
 def test_time_of_a_resumed_run_is_not_shown(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
-    told = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps(told | {"resumed_at_update": 50}))
+    result = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(result | {"resumed_at_update": 50}))
     summary = summary_of([run])
     assert cells(summary_table(summary), "seconds")["contaccum"].text == "–"
     assert any("resumed" in note for note in notes(summary))
@@ -106,8 +106,8 @@ def test_time_of_a_resumed_run_is_not_shown(tmp_path: Path) -> None:
 
 def test_memory_of_different_measures_is_never_mixed(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", method="gradaccum")]
-    told = json.loads((folders[0] / "summary.json").read_text())
-    (folders[0] / "summary.json").write_text(json.dumps(told | {"peak_bytes": None, "process_peak_bytes": 700_000_000}))
+    result = json.loads((folders[0] / "summary.json").read_text())
+    (folders[0] / "summary.json").write_text(json.dumps(result | {"peak_bytes": None, "process_peak_bytes": 700_000_000}))
     assert {name: cell.text for name, cell in cells(summary_table(summary_of(folders)), "MB").items()} == {
         "contaccum": "–",
         "gradaccum": "2,500",
@@ -151,12 +151,12 @@ def test_a_difference_by_chance_is_said_to_be_none(tmp_path: Path) -> None:
     best, second = summary.ranked()[:2]
     assert {best.name, second.name} == {"gradaccum", "contaccum"}
     assert cells(summary_table(summary), "MRR@10")[second.name].alike
-    told = verdict(summary)
-    assert "not significant" in told
-    assert told.startswith(f"{best.name} and {second.name} are tied by MRR@10: ")
-    assert "prebatch is significantly worse" in told
-    assert "One seed each" in told
-    assert "Against the baseline" not in told
+    result = verdict(summary)
+    assert "not significant" in result
+    assert result.startswith(f"{best.name} and {second.name} are tied by MRR@10: ")
+    assert "prebatch is significantly worse" in result
+    assert "One seed each" in result
+    assert "Against the baseline" not in result
     assert "Against the baseline prebatch: +" in verdict(summary_of(folders, baseline="prebatch"))
 
 
@@ -180,9 +180,11 @@ def test_chosen_pairs_are_compared_by_every_metric(runs: list[Path]) -> None:
 
 def test_runs_judged_on_other_queries_are_not_tested(runs: list[Path]) -> None:
     for run in runs[:2]:
-        told = json.loads((run / "evaluation.json").read_text())
-        told["per_query"] = {metric: {f"x{key}": value for key, value in values.items()} for metric, values in told["per_query"].items()}
-        (run / "evaluation.json").write_text(json.dumps(told))
+        result = json.loads((run / "evaluation.json").read_text())
+        result["per_query"] = {
+            metric: {f"x{key}": value for key, value in values.items()} for metric, values in result["per_query"].items()
+        }
+        (run / "evaluation.json").write_text(json.dumps(result))
     summary = summary_of(runs, pairs=[("gradaccum", "contaccum")])
     assert summary.tests["MRR@10"] == {}
     assert summary.pairs[0].tests == {}
@@ -195,13 +197,13 @@ def test_runs_judged_on_other_queries_are_not_tested(runs: list[Path]) -> None:
 def test_the_verdict_is_made_of_the_figures(runs: list[Path]) -> None:
     summary = summary_of(runs, baseline=str(runs[0]))
     best, second = (row.metric("MRR@10") for row in summary.ranked())
-    told = verdict(summary)
-    assert told.startswith(
+    result = verdict(summary)
+    assert result.startswith(
         f"contaccum is best by MRR@10: {percent_spread(best)} (2 seeds) against gradaccum's {percent_spread(second)} (2 seeds). "
     )
-    assert "p < 0.001 over 30 queries" in told
-    assert "contaccum trained for 1 min 31 s, gradaccum for 1 min 31 s; peak memory was 2,500 MB against 2,500 MB." in told
-    assert "One seed" not in told
+    assert "p < 0.001 over 30 queries" in result
+    assert "contaccum trained for 1 min 31 s, gradaccum for 1 min 31 s; peak memory was 2,500 MB against 2,500 MB." in result
+    assert "One seed" not in result
     alone = verdict(summary_of(runs[:2]))
     assert alone == f"gradaccum reaches {percent_spread(second)} (2 seeds) by MRR@10 on 30 queries."
 

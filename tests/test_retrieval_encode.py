@@ -144,12 +144,12 @@ def test_vectors_too_large_for_half_precision_are_refused(tiny_encoder, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "result"),
     [({"dtype": "int8"}, "float16"), ({"precision": "fp8"}, "bf16"), ({"shard_size": 0}, "1 or more"), ({"split": "test"}, "--queries")],
 )
-def test_wrong_options_name_the_remedy(wrong, told, tmp_path: Path) -> None:
+def test_wrong_options_name_the_remedy(wrong, result, tmp_path: Path) -> None:
     write_collection(tmp_path / "c.jsonl", 5)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=result):
         encode("none", tmp_path / "c.jsonl", tmp_path / "v", **wrong)
 
 

@@ -23,11 +23,18 @@ from contaccum.retrieval.search import search
 from contaccum.retrieval.shards import Vectors, write_shard
 
 
-def write_vectors(folder: Path, vectors: np.ndarray, ids: list[str], shards: int = 1, **told) -> Vectors:
+def write_vectors(folder: Path, vectors: np.ndarray, ids: list[str], shards: int = 1, **fields) -> Vectors:
     folder.mkdir(parents=True)
     parts = zip(np.array_split(vectors, shards), np.array_split(np.array(ids, dtype=object), shards), strict=True)
     entries = [write_shard(folder, number, part, list(keys), "") for number, (part, keys) in enumerate(parts)]
-    manifest = {"model_checksum": "m", "normalized": False, "dim": vectors.shape[1], "dtype": str(vectors.dtype), "source": "none", **told}
+    manifest = {
+        "model_checksum": "m",
+        "normalized": False,
+        "dim": vectors.shape[1],
+        "dtype": str(vectors.dtype),
+        "source": "none",
+        **fields,
+    }
     write_json(folder / "manifest.json", {**manifest, "complete": True, "shards": [vars(entry) for entry in entries]})
     return Vectors(folder)
 

@@ -177,9 +177,9 @@ def test_automatic_bank_is_eight_updates_a_sixteenth_of_the_rows_or_a_micro_batc
 def test_defaults_are_resolved_written_told_and_resumed(method: str, correction, jsonl, model_folder, tmp_path, capsys) -> None:
     arguments = options(jsonl(64), model_folder, tmp_path / "run", method=method, bank="auto")
     train(TrainConfig(**arguments))
-    told = capsys.readouterr().err
-    assert ("note: bank=4, for updates of 8 and 64 rows" in told) == METHODS[method].bank
-    assert "Computing" not in told  # the trainer's own bar
+    printed = capsys.readouterr().err
+    assert ("note: bank=4, for updates of 8 and 64 rows" in printed) == METHODS[method].bank
+    assert "Computing" not in printed  # the trainer's own bar
     config = load_config(tmp_path / "run" / "config.yaml", {})
     assert (config.bank, config.drift_correction) == (4 if METHODS[method].bank else 0, correction)
     assert config.warmup_updates < 24  # as many as there are, not the 1,237 of the defaults
@@ -250,15 +250,15 @@ def test_jsonl_keeps_answers_and_single_negatives(tmp_path) -> None:
 
 
 def test_command_line_says_one_line_and_exits_with_2(jsonl, model_folder, tmp_path) -> None:
-    told = run(command(options(jsonl(64), model_folder, tmp_path / "run", method="moco")))
-    assert told.returncode == 2
-    assert "error: method 'moco' is unknown" in told.stderr
-    assert "Traceback" not in told.stderr
+    printed = run(command(options(jsonl(64), model_folder, tmp_path / "run", method="moco")))
+    assert printed.returncode == 2
+    assert "error: method 'moco' is unknown" in printed.stderr
+    assert "Traceback" not in printed.stderr
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "printed"),
     [
         (["train", "--lr", "abc"], "error: Invalid value for '--lr': "),
         (["train", "--learning", "3"], "error: No such option"),  # and which, with or without a colon
@@ -266,10 +266,10 @@ def test_command_line_says_one_line_and_exits_with_2(jsonl, model_folder, tmp_pa
         (["reproduce", "memory", "--scale", "tiny", "--output", "/proc/run"], "error: /proc/run"),
     ],
 )
-def test_what_cannot_be_parsed_or_made_is_one_line(given: list[str], told: str) -> None:
+def test_what_cannot_be_parsed_or_made_is_one_line(given: list[str], printed: str) -> None:
     done = run([sys.executable, "-m", "contaccum", *given])
     assert done.returncode == 2
-    assert done.stderr.startswith(told)
+    assert done.stderr.startswith(printed)
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -281,10 +281,10 @@ def test_an_interrupt_is_one_line(jsonl, model_folder, tmp_path) -> None:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=60)
+        _, printed = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert told.splitlines()[-1].endswith("error: interrupted")
-    assert "Traceback" not in told
+    assert printed.splitlines()[-1].endswith("error: interrupted")
+    assert "Traceback" not in printed
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(jsonl, model_folder, tmp_path) -> None:
@@ -319,10 +319,10 @@ def test_full_disk_while_saving_loses_nothing(jsonl, model_folder, tmp_path) -> 
         "contaccum.cli.main()\n"
     )
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
-    told = run([sys.executable, "-c", script, *command(arguments)[3:]])
-    assert told.returncode == 2
-    assert "error: could not save" in told.stderr
-    assert "Traceback" not in told.stderr
+    printed = run([sys.executable, "-c", script, *command(arguments)[3:]])
+    assert printed.returncode == 2
+    assert "error: could not save" in printed.stderr
+    assert "Traceback" not in printed.stderr
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint-4"]
     resumed = run(command({"output": str(tmp_path / "run")}, "--resume"))
     assert resumed.returncode == 0, resumed.stderr
@@ -390,10 +390,10 @@ def test_tensorboard_through_report_to(jsonl, model_folder, tmp_path) -> None:
 @pytest.mark.gpu
 def test_memory_limit_is_enforced_on_cuda(jsonl, model_folder, tmp_path) -> None:
     arguments = options(jsonl(64), model_folder, tmp_path / "run", memory="30MB", n_total=64, n_local=64, method="dpr", max_seq_length=64)
-    told = run(command(arguments), env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0"})
-    assert told.returncode == 1
-    assert "out of memory" in told.stderr
-    assert "use a smaller --n-local" in told.stderr
+    printed = run(command(arguments), env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "0"})
+    assert printed.returncode == 1
+    assert "out of memory" in printed.stderr
+    assert "use a smaller --n-local" in printed.stderr
 
 
 def test_the_log_says_how_many_negatives_were_left_out(jsonl, model_folder, tmp_path) -> None:

@@ -186,8 +186,8 @@ def test_the_model_card_keeps_other_losses(tiny_encoder, tmp_path) -> None:
     loss = {"ours": ContAccumLoss(model, bank_size=5), "other": MultipleNegativesRankingLoss(model)}
     callback = ContAccumCallback(loss["ours"])
     trained(model, tmp_path, loss=loss, data=data, max_steps=2, trainer_class=SentenceTransformerTrainer, callbacks=[callback])
-    told = [info["loss"]["fullname"].rpartition(".")[2] for info in model.model_card_data.train_datasets]
-    assert told == ["ContAccumLoss", "MultipleNegativesRankingLoss"]
+    result = [info["loss"]["fullname"].rpartition(".")[2] for info in model.model_card_data.train_datasets]
+    assert result == ["ContAccumLoss", "MultipleNegativesRankingLoss"]
 
 
 @pytest.mark.parametrize(
