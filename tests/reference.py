@@ -100,20 +100,22 @@ class ReferenceInfoNCE:
         total = sum(self._row_loss(row, [*current, *bank], rows) for row in rows)
         if active and self.bank_size and last:
             self.bank = [*self.bank, *(self._stored(self._moved(t, -1)) for t in entering)][-self.bank_size :]
-        with_scale = total / (len(rows) if self.gradient_scale == "paper" else len(current))
+        divisor = len(rows) if self.gradient_scale == "paper" else len(current)
+        with_scale = total / divisor
         if self.drift_correction == "mean+zero-sum" and active and self.bank_size:
-            with_scale = self._without_push(with_scale, together)
+            with_scale = self._without_push(with_scale, together, divisor)
         return (total / len(rows)).detach() + with_scale - with_scale.detach()
 
-    def _without_push(self, loss: Tensor, passages: Tensor) -> Tensor:
-        """With gradients on the passages (n, c, d) that lack their running mean. The current tuples are counted already."""
+    def _without_push(self, loss: Tensor, passages: Tensor, divisor: int) -> Tensor:
+        """With gradients on the passages (n, c, d) that lack the running mean of what the sum over rows gives. The current tuples are
+        counted already."""
         (gradients,) = torch.autograd.grad(loss, passages, retain_graph=True)
-        each = [gradient for of_tuple in gradients for gradient in of_tuple]
+        each = [gradient * divisor for of_tuple in gradients for gradient in of_tuple]
         push, count = self.push.get(passages.shape[-1], (torch.zeros(()), 0))
         weight = min(1.0, len(passages) / min(count + len(passages), 16))
         push = (1 - weight) * push + weight * (sum(each) / len(each))
         self.push[passages.shape[-1]] = push, count + len(passages)
-        return loss - (passages * push).sum()
+        return loss - (passages * push).sum() / divisor
 
     def _tuples(self, queries, positives, negatives, query_keys, passage_keys, guide) -> list[Tuple]:
         found = []
@@ -160,10 +162,11 @@ class ReferenceInfoNCE:
         return found
 
     def _duplicate(self, row: Tuple, other: Tuple, j: int) -> bool:
-        """The row's positive, standing elsewhere; the positive of an identical query; a query of one of these."""
-        if row.passage_keys is not None and other.passage_keys[j] == row.passage_keys[0]:
+        """The row's query or positive, standing elsewhere; the positive of a query that is one of them; a query of one of these."""
+        texts = {row.query_key, None if row.passage_keys is None else row.passage_keys[0]} - {None}
+        if other.passage_keys is not None and other.passage_keys[j] in texts:
             return True
-        return row.query_key is not None and j == 0 and other.query_key == row.query_key
+        return j == 0 and other.query_key in texts
 
     def _hard(self, own: bool, j: int) -> bool:
         hard = {"in_batch_negatives": not own, "hard_negatives": own and j > 0, "all_negatives": not (own and j == 0), None: False}
@@ -203,6 +206,9 @@ class ReferenceInfoNCE:
 
         passages = t.passages if self.cache_hard_negatives else t.passages[:1]
         return Tuple(store(t.query), [store(p) for p in passages], t.query_key, t.passage_keys, 0.0, t.guide_query, t.guide_passages)
+
+    def after_skipped_update(self) -> None:
+        self.in_update = 0
 
     def after_update(self, lr_fraction: float = 1.0) -> None:
         self.updates += 1

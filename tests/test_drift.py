@@ -38,6 +38,26 @@ def test_zero_sum_takes_their_running_mean_off_the_gradients_on_passages_and_not
     assert running.norm() > 1e-3, "there was nothing to take off"
 
 
+def common_push(correction: str, sizes: list[int]) -> float:
+    """Length of what pushes all passages the same way, over updates of 72 samples cut into micro-batches of these sizes."""
+    criterion, generator = DualBankInfoNCE(288, 0.3, drift_correction=correction), torch.Generator().manual_seed(1)
+    total = torch.zeros(D)
+    for update in range(24):
+        for n in sizes * (72 // sum(sizes)):
+            queries = torch.randn(n, D, generator=generator)
+            passages = (queries + 0.5 * torch.randn(n, D, generator=generator)).requires_grad_()
+            (on_passages,) = torch.autograd.grad(criterion((queries + torch.eye(D)[0]).requires_grad_(), passages), passages)
+            total += on_passages.sum(0) * n * (update >= 8)  # the bank is full by then
+        criterion.after_update()
+    return float(total.norm())
+
+
+@pytest.mark.parametrize("sizes", [[8], [8, 1], [5, 3, 1]])
+def test_zero_sum_holds_where_micro_batches_differ_in_size(sizes: list[int]) -> None:
+    """Each divides its gradients by its own size: their mean must not mix what was divided by 8 and by 1."""
+    assert common_push("mean+zero-sum", sizes) < 0.5 * common_push("mean", sizes)
+
+
 def test_a_micro_batch_of_one_passage_keeps_most_of_its_gradient() -> None:
     """Else micro-batches of one sample would never train the passage tower."""
     plain, balanced = (DualBankInfoNCE(20, 0.3, drift_correction=correction) for correction in ("mean", "mean+zero-sum"))

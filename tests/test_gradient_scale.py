@@ -107,6 +107,18 @@ def test_a_short_last_update_does_not_shrink_the_window(n_total: int) -> None:
     assert again.bank.means.window == window
 
 
+def test_a_skipped_update_does_not_widen_the_window() -> None:
+    """Its samples were counted with those of the next update, which then was the largest so far."""
+    criterion = DualBankInfoNCE(bank_size=256, scale=5.0, similarity="cosine")
+    for skipped in (True, True, False, True, False):
+        for seed in range(4):
+            vectors = torch.randn(2, 8, D, generator=torch.Generator().manual_seed(seed))
+            criterion(*(part.requires_grad_() for part in vectors))
+        criterion.after_skipped_update() if skipped else criterion.after_update()
+    means = criterion.bank.means
+    assert (means.window, len(criterion.bank), criterion.updates) == (32, 160, 2)
+
+
 def zero_sum_step(criterion: Any, n: int, h: int, seed: int, bad: float | None = None) -> list[Tensor]:
     """Loss of a micro-step of random vectors and its gradients on queries, positives and, all at once, hard negatives."""
     generator = torch.Generator().manual_seed(seed)

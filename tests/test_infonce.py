@@ -13,7 +13,16 @@ from torch import Tensor
 
 from contaccum import DualBankInfoNCE
 from contaccum.core.corrected_bank import MOST_SCORES
-from contaccum.core.infonce import Columns, Rows, naive_dual_bank_infonce, rounded_to_tf32, row_log_sums, tensor_cores, unit_vectors
+from contaccum.core.infonce import (
+    Columns,
+    Rows,
+    duplicate_mask,
+    naive_dual_bank_infonce,
+    rounded_to_tf32,
+    row_log_sums,
+    tensor_cores,
+    unit_vectors,
+)
 from reference import ReferenceInfoNCE
 
 D = 6
@@ -208,13 +217,24 @@ def moved(part: Rows | Columns, *where: Any) -> Any:
     return type(part)(**values, **keys)
 
 
+def test_tuples_that_share_a_text_are_not_each_others_negatives() -> None:
+    """A question that is another row's answer, as among duplicate questions. Keys: one for each text."""
+    vectors = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(0))
+    keys = torch.tensor([[0, 1], [1, 2], [3, 0], [4, 5], [6, 4]])  # query and positive of each tuple
+    ids = torch.arange(5)
+    mask = duplicate_mask(Rows(vectors[0], ids, keys[:, 0], keys[:, 1]), Columns(vectors[1][:, None], ids, keys[:, 0], keys[:, 1:]))
+    assert mask is not None
+    assert mask[:, :, 0].nonzero().tolist() == [[0, 1], [0, 2], [1, 0], [2, 0], [3, 4], [4, 3]]
+
+
 @pytest.mark.parametrize("keyed", [False, True])
 def test_row_log_sums_are_those_of_the_scaled_scores(keyed: bool) -> None:
     rows, columns = (moved(part, "cpu", torch.float64) for part in bank_of_unit_vectors(300, keyed))
     scores = 20 * torch.einsum("rd,mcd->rmc", rows.queries, columns.passages)
     if keyed:
-        same = rows.positive_keys[:, None, None] == columns.passage_keys
-        same[:, :, 0] |= rows.query_keys[:, None] == columns.query_keys
+        texts = torch.stack([rows.query_keys, rows.positive_keys], 1)[:, :, None]
+        same = (texts[..., None] == columns.passage_keys).any(1)
+        same[:, :, 0] |= (texts == columns.query_keys).any(1)
         same[:, :, 0] &= ~torch.eye(300, dtype=torch.bool)
         assert same.any()
         scores = scores.masked_fill(same, -torch.inf)

@@ -92,8 +92,10 @@ def test_a_skipped_step_is_no_update(tiny_encoder) -> None:
     callback = ContAccumCallback(loss)
     for skipped in (True, False, True):
         optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}], step_was_skipped=skipped)
+        loss.criterion(*torch.randn(2, 20, 8).requires_grad_())
         callback.on_optimizer_step(SimpleNamespace(learning_rate=1.0), None, None, optimizer=optimizer)
     assert loss.criterion.updates == 1
+    assert loss.criterion.bank.means.window == 20
 
 
 @pytest.mark.parametrize("fused", [False, True])

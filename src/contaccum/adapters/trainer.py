@@ -157,6 +157,8 @@ class ContAccumCallback(SkippedSteps):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **kwargs: Any
     ) -> None:
         if self.was_skipped(optimizer):
+            for loss in bank_losses(self.loss):
+                loss.criterion.after_skipped_update()
             return
         group = optimizer.param_groups[0]
         peak = float(group.get("initial_lr", args.learning_rate))  # which a schedule starts from, of whatever optimizer

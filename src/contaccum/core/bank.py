@@ -210,6 +210,9 @@ class DualBank(Rings, ABC):
         if len(self):
             self._ages += age
 
+    def after_skipped_update(self) -> None:
+        """The optimizer has skipped its step: all is as it was, but the next micro-batch begins another update."""
+
     def clear(self) -> None:
         """Forget all tuples; buffers stay allocated."""
         self.arrivals, self._count = None, 0

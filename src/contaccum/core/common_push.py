@@ -1,4 +1,7 @@
-"""What pushes all passages the same way: the running mean of the gradients on them. Why it is taken off: see `contaccum.core.drift`."""
+"""What pushes all passages the same way: the running mean of the gradients on them. Why it is taken off: see `contaccum.core.drift`.
+
+The mean is of the gradients of the sum over rows, before they are divided for a mean: micro-batches of several sizes divide by several.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +31,18 @@ class CommonPush(LazyBuffers):
         if self._mean is not None:
             self._mean.zero_()
 
-    def take_off(self, gradients: Tensor) -> None:
-        """Take their running mean, these included, off a micro-batch's gradients on passages (n, c, d), in place.
+    def take_off(self, gradients: Tensor, divisor: int) -> None:
+        """Take their running mean, these included, off a micro-batch's gradients on passages (n, c, d), in place. They have been divided.
 
         At first it is the mean of all so far, later one that forgets: n samples weigh n / `PUSH_WINDOW`. It is kept when the micro-batch
         enters the bank. Gradients that are not finite stay as they are and leave no trace in it.
         """
-        n, own = len(gradients), gradients.mean((0, 1))
+        n, own = len(gradients), gradients.mean((0, 1)) * divisor
         before = torch.zeros_like(own) if self._mean is None else self._mean
         weight = min(1.0, n / min(self.count + n, PUSH_WINDOW))
         finite = own.isfinite().all()  # stays on the device: nobody waits for it
         self._next = torch.where(finite, before.lerp(own, weight), before)
-        gradients.sub_(self._next * finite)
+        gradients.sub_(self._next * finite / divisor)
 
     def keep(self, samples: int) -> None:
         """The micro-batch has entered. Cut short, this can be called again."""

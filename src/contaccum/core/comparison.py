@@ -169,10 +169,11 @@ def general_infonce(
             parts = zip(softmaxes(how, past.rows, [side]), past.log_sums.T, strict=True)
             log_z = torch.stack([torch.cat([constant[:, None], part], 1).logsumexp(1) for part, constant in parts])
             loss_sum = loss_sum + (log_z.mean(0) - past.positive_scores).sum()
-        gradients = torch.autograd.grad(loss_sum / divisor(n, r, gradient_scale), (queries, passages))
+        divided_by = divisor(n, r, gradient_scale)
+        gradients = torch.autograd.grad(loss_sum / divided_by, (queries, passages))
     with torch.no_grad():
         blocks = _blocks(how, replace(rows, positives=columns.passages[:, 0]), columns, past)
-    return loss_sum.detach() / (n + r), Gradients(*gradients), blocks
+    return loss_sum.detach() / (n + r), Gradients(gradients[0], gradients[1], divided_by), blocks
 
 
 def _blocks(how: Comparison, rows: Rows, columns: Columns, past: Past | None) -> Blocks:

@@ -129,7 +129,7 @@ class CorrectedBank(DirectBank):
             self.pushes[width] = CommonPush()
         push = self.pushes[width]
         assert isinstance(push, CommonPush)
-        push.take_off(gradients.passages)
+        push.take_off(gradients.passages, gradients.divisor)
 
     def _pushes(self) -> list[CommonPush]:
         return list(self.pushes.values())  # type: ignore[arg-type]
@@ -143,6 +143,10 @@ class CorrectedBank(DirectBank):
     def after_update(self, age: float) -> None:
         super().after_update(age)
         self.means.after_update()
+
+    def after_skipped_update(self) -> None:
+        self.admit_arrivals()
+        self.means.after_skipped_update()
 
     def clear(self) -> None:
         super().clear()

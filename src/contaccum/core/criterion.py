@@ -41,26 +41,22 @@ class DualBankInfoNCE(nn.Module):
         query_bank_size: tuples whose queries are kept, at most `bank_size`; None: as many. 0: pre-batch negatives.
         clear_after_update: empty the bank at every `after_update`, so that it holds vectors of the present weights only.
         cache_hard_negatives: False banks positives only.
-        mask_duplicates: use the keys, where given, to take a passage equal to a query's positive, and the positive of an
-            identical query, out of that query's negatives.
+        mask_duplicates: use the keys, where given: see `contaccum.core.infonce.duplicate_mask`.
         gradient_scale: "in-batch" keeps gradients on the scale of training without a bank, whatever the bank holds: a learning rate that
             suits in-batch training suits this. "paper" divides them by the banked rows too, so they shrink while the bank fills. The loss
             is the mean over all rows either way.
         drift_correction: "mean" reads stored vectors with the present mean of their tower instead of the mean of their time, which lets a
             bank help where weights move fast. "mean+zero-sum" also takes their running mean off the gradients on the passages, so that
-            nothing pushes all of them the same way: see `contaccum.core.drift`. The mean runs over 16 samples, because that of one small
-            micro-step is noise. Both cost O(bank_size^2) per micro-step: for banks of up to several thousand. None: the paper's way,
-            vectors as they were stored. "auto": "mean+zero-sum" where the bank holds vectors of older weights, else None
-            (not with `clear_after_update`, nor without a bank). The attribute shows which.
+            nothing pushes all of them the same way: see `contaccum.core.drift`. Both cost O(bank_size^2) per micro-step: for banks of up
+            to several thousand. None: the paper's way, vectors as they were stored. "auto": "mean+zero-sum" where the bank holds vectors
+            of older weights, else None (not with `clear_after_update`, nor without a bank). The attribute shows which.
         start_update: updates before which there is no bank.
         query_bank_stop_update: update from which on the query bank is off; None: never.
         bank_dtype: precision of the stored vectors; None: float32 (float64 for float64 input).
         comparison: options of `contaccum.core.comparison.Comparison`: directions, harder negatives, negatives that are left out. Other
             than its defaults cost O(bank_size^2) per micro-step, and "auto" is "mean" with other directions.
 
-    Several data sets whose passages must not be each other's negatives have a bank each: `use_bank(name)` before a micro-batch of that data
-    set. `bank` is the one in use, all have the same options.
-
+    Several data sets whose passages must not be each other's negatives have a bank each: `use_bank(name)` before a micro-batch of one.
     `observers` are called with a `MicroStep` after each training micro-step, before the micro-batch enters the bank.
     """
 
@@ -262,6 +258,11 @@ class DualBankInfoNCE(nn.Module):
             else:
                 bank.after_update(lr_fraction)
 
+    def after_skipped_update(self) -> None:
+        """Call instead where the optimizer has skipped its step, as for an overflow in half precision."""
+        for bank in self._all_banks():
+            bank.after_skipped_update()
+
     def reset(self) -> None:
         """As new: no updates counted, no bank allocated, none named."""
         self.updates = 0
@@ -335,8 +336,8 @@ class DualBankInfoNCE(nn.Module):
         """A saved bank fits a loss where these are equal."""
         dtype = None if self._bank_dtype in (None, torch.float32) else str(self._bank_dtype)
         compared = {name: getattr(self.how, name) for name in COMPARED_BY}
-        own = {"scale": self._first_scale, "similarity": self.similarity, "drift_correction": self.drift_correction}
-        return {**own, "bank_dtype": dtype, "mask_duplicates": self.mask_duplicates, **compared, **self.kept_with}
+        own = {name: getattr(self, name) for name in ("similarity", "drift_correction", "mask_duplicates")}
+        return {"scale": self._first_scale, **own, "bank_dtype": dtype, **compared, **self.kept_with}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         self.updates, self.bank_names = state["updates"], list(state["bank_names"])

@@ -131,6 +131,10 @@ class RunningMeans(LazyBuffers):
             self.window = max(self.largest_update, MIN_WINDOW)
         self.samples_in_update = 0
 
+    def after_skipped_update(self) -> None:
+        """Its samples are none of the next one's: that would seem the largest so far."""
+        self.samples_in_update = 0
+
     def _newest(self, wanted: int) -> list[Tensor]:
         """The newest samples added, at most `wanted`, in one or two pieces of the ring."""
         size = min(wanted, self.count, MAX_WINDOW)

@@ -84,6 +84,7 @@ class Past:
 class Gradients:
     queries: Tensor  # (n, d)
     passages: Tensor  # (n, c, d)
+    divisor: int  # of the sum over rows that they are the gradients of
 
 
 @dataclass(frozen=True)
@@ -99,16 +100,19 @@ class Blocks:
 def duplicate_mask(rows: Rows, columns: Columns, share_tuples: bool = True) -> Tensor | None:
     """True where a column must not count as a negative of a row: (r, m, c), or None where no keys are known.
 
-    That is a passage equal to the row's positive, or the positive of an identical query; never the row's own positive. Where rows and
-    columns are known not to `share_tuples`, there is no such to look for.
+    A row's texts are its query and its positive. That is a passage equal to one of them, or the positive of a query that is; never the
+    row's own positive. Where rows and columns are known not to `share_tuples`, there is no such to look for.
     """
     mask = None
-    if rows.positive_keys is not None and columns.passage_keys is not None:
-        mask = rows.positive_keys[:, None, None] == columns.passage_keys
-    if rows.query_keys is not None and columns.query_keys is not None:
-        if mask is None:
-            mask = torch.zeros((len(rows), *columns.passages.shape[:2]), dtype=torch.bool, device=columns.passages.device)
-        mask[:, :, 0].logical_or_(rows.query_keys[:, None] == columns.query_keys)
+    for text in (rows.positive_keys, rows.query_keys):
+        if text is not None and columns.passage_keys is not None:
+            equal = text[:, None, None] == columns.passage_keys
+            mask = equal if mask is None else mask.logical_or_(equal)
+    for text in (rows.positive_keys, rows.query_keys):
+        if text is not None and columns.query_keys is not None:
+            if mask is None:
+                mask = torch.zeros((len(rows), *columns.passages.shape[:2]), dtype=torch.bool, device=columns.passages.device)
+            mask[:, :, 0].logical_or_(text[:, None] == columns.query_keys)
     if mask is not None and share_tuples:
         if rows.ids is columns.ids:
             mask[:, :, 0].fill_diagonal_(False)
@@ -201,7 +205,8 @@ def dual_bank_infonce(
     with torch.no_grad(), torch.autocast(rows.queries.device.type, enabled=False):
         blocks = _score_blocks(rows, columns, past, scale)
         n, r = len(rows), 0 if past is None else len(past.rows)
-        weight = scale / divisor(n, r, gradient_scale)
+        divided_by = divisor(n, r, gradient_scale)
+        weight = scale / divided_by
 
         # Current rows: softmax over current, then banked columns.
         own = blocks.current_current.flatten(1)  # (n, n * c)
@@ -223,7 +228,7 @@ def dual_bank_infonce(
             loss_sum = loss_sum + (past.log_sums - log_softmax[:, 0] - past.positive_scores).sum()
             grad_passages += _weighted_sums(log_softmax[:, 1:].exp().T, past.rows.queries).view_as(columns.passages)
 
-        gradients = Gradients(grad_queries.mul_(weight), grad_passages.mul_(weight))
+        gradients = Gradients(grad_queries.mul_(weight), grad_passages.mul_(weight), divided_by)
         return loss_sum / (n + r), gradients, blocks
 
 
