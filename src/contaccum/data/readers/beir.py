@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from contaccum.common.console import note
 from contaccum.common.errors import DataError
 from contaccum.data.readers.files import ID_FIELDS, SUFFIXES, find, first_text, passage_text, read_jsonl, read_lines, shown, text_field
 from contaccum.data.readers.ids import SeenIds
 from contaccum.data.readers.rows import Tally, TrainingRow
+
+MOST_REPEATED = 0.01  # of a file's lines, whose id another one has
 
 
 class TextLookup(Protocol):
@@ -37,18 +41,29 @@ def read_collection(folder: Path) -> Iterator[tuple[str, str, str]]:
 def read_entries(path: Path, need_ids: bool = True) -> Iterator[tuple[str, str, str]]:
     """(id, title, text) for every line of a corpus or queries file, as a stream; a title that is missing is empty.
 
-    Without `need_ids`, lines may have none; their numbers then take its place.
+    Without `need_ids`, lines may have none; their numbers then take its place. Of a few lines with one id the first counts, and a note
+    says so. Where they are many, ids are not what they should be.
     """
-    seen, line = SeenIds(), 0
+    seen, line, repeated = SeenIds(), 0, list[str]()
     for line, record in read_jsonl(path):
         place = f"{path}, line {line}"
         key = first_text(record, ID_FIELDS, place) if need_ids else str(line)
         if not seen.add(key):
-            raise DataError(f"{place}: the id {shown(key)} appears a second time")
+            repeated.append(f"{place}: the id {shown(key)} appears a second time")
+            continue
         title = "" if record.get("title") is None else text_field(record, "title", place)
         yield key, title, text_field(record, "text", place)
     if not line:
         raise DataError(f"{path} is empty")
+    if len(repeated) > MOST_REPEATED * line:
+        raise DataError(f"{repeated[0]}; give each text an id of its own")
+    if repeated:
+        _note_once(f"{repeated[0]}; the first of the texts is taken{f', as for {len(repeated) - 1} more' if len(repeated) > 1 else ''}")
+
+
+@cache
+def _note_once(line: str) -> None:
+    note(line)
 
 
 def read_texts(path: Path) -> dict[str, str]:
@@ -57,16 +72,19 @@ def read_texts(path: Path) -> dict[str, str]:
 
 
 def read_judgements(path: Path) -> Iterator[Judgement]:
-    """Every line of a qrels file but its header and blank ones; a (query, document) that appears twice is an error."""
-    seen, number = SeenIds(), 0
+    """Every line of a qrels file but its header, blank ones and repetitions; a (query, document) that is judged in two ways is an error."""
+    pairs, seen, number = SeenIds(), SeenIds(), 0
     for number, line in read_lines(path):
         fields = line.rstrip("\r\n").split("\t")
         if fields == [""] or (number == 1 and fields[0] == "query-id"):
             continue
         if len(fields) != 3 or not _is_whole(fields[2]):
             raise DataError(f"{path}, line {number}: query-id, corpus-id and a whole number are needed, tab-separated")
-        if not seen.add(f"{fields[0]}\t{fields[1]}"):
-            raise DataError(f"{path}, line {number}: {shown(fields[0])} and {shown(fields[1])} appear a second time")
+        new = seen.add("\t".join(fields))
+        if not pairs.add(f"{fields[0]}\t{fields[1]}"):
+            if new:
+                raise DataError(f"{path}, line {number}: {shown(fields[0])} and {shown(fields[1])} appear a second time, judged otherwise")
+            continue
         yield Judgement(number, fields[0], fields[1], int(fields[2]))
     if not number:
         raise DataError(f"{path} is empty")
