@@ -349,6 +349,7 @@ def zeros(*shape: int) -> Tensor:
         (lambda: DualBankInfoNCE(scale=None), "scale=None must be a positive number"),
         (lambda: DualBankInfoNCE(bank_dtype="bfloat16"), "bank_dtype='bfloat16' cannot hold vectors; use torch.float32"),
         (lambda: DualBankInfoNCE(bank_dtype=torch.int8), "bank_dtype=torch.int8 cannot hold vectors"),
+        (lambda: DualBankInfoNCE(bank_dtype=torch.float64), "bank_dtype=torch.float64 cannot hold vectors"),
         (lambda: DualBankInfoNCE()(zeros(4), zeros(4)), "queries must be floating-point vectors (n, d) with n > 0"),
         (lambda: DualBankInfoNCE()(zeros(0, 3), zeros(0, 3)), "(0, 3)"),
         (lambda: DualBankInfoNCE()(zeros(4, 3), zeros(5, 3)), "positives must be (n, d) = (4, 3) as the queries are, not torch.float32 of"),

@@ -109,11 +109,11 @@ def test_chances_are_uniform_and_independent() -> None:
 
 def test_duplicates_and_what_is_too_short_are_dropped_and_counted(tmp_path: Path, out: Path) -> None:
     long = [sentences(3, seed) for seed in range(3)]
-    records = [{"text": text} for text in (long[0], "too short.", long[1], f"  {long[0]}\n", "", long[2], long[0])]
+    records = [{"text": text} for text in (long[0], "a b c d e f g h i", "too short.", long[1], f"  {long[0]}\n", "", long[2], long[0])]
     summary = prepare(write(tmp_path / "c.jsonl", jsonl(records)), out, unsupervised="crops")
     train = summary.splits["train"]
     assert train.rows == 3
-    assert train.dropped == {"of fewer than 8 words": 1, "without text": 1, "that were there before": 2}
+    assert train.dropped == {"of fewer than 8 words": 1, "of fewer than 40 characters": 1, "without text": 1, "that were there before": 2}
     table, _ = drawn_pairs(out, "crops", "train", None, 0)
     assert table.with_format(None)["text"][:] == long
     assert len(set(table[:]["label"])) == 3

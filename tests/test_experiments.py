@@ -219,6 +219,7 @@ def test_pre_training_is_judged_before_and_after_fine_tuning_from_its_model(foun
             assert (before["method"], before["lr"]) == (cell.options["method"], 1e-3)
             assert before["data"] == str(folder / "pretrain" / "data" / "documents")
             assert row["seconds"] > 0
+            assert f"{row['cpu_seconds']:,.0f}" in {line[0]: line for line in found["pretrain"]["table"]}[cell.group]
             samples.add(before["max_updates"] * before["n_total"])
         tuned = yaml.safe_load((spent / "run" / "config.yaml").read_text())
         start = folder / "pretrain" / "data" / "encoder" if cell.kind == "fine-tune" else spent / "pretraining" / "model"
@@ -227,6 +228,15 @@ def test_pre_training_is_judged_before_and_after_fine_tuning_from_its_model(foun
             judged = evaluate_run(spent / run / "test.trec", qrels=folder / "pretrain/data/harvest", split="test", metrics=["MRR@10"])
             assert row["mean"][f"{when} MRR@10"] == pytest.approx(judged["metrics"]["MRR@10"])
     assert samples == {32}, "not as many samples for each"
+
+
+def test_pre_training_on_as_many_samples_as_are_asked_for(tmp_path: Path) -> None:
+    cells = planned(Request("pretrain", tmp_path, scale="tiny", pretraining_samples=64))
+    assert {cell.options["max_updates"] * cell.options.get("n_total", 8) for cell in cells if cell.kind == "pretrain"} == {64}
+    with pytest.raises(ValueError, match="samples 9 fill no update of 16; give 16 or more"):
+        Request("pretrain", tmp_path, scale="tiny", pretraining_samples=9).check()
+    with pytest.raises(ValueError, match="has no meaning for main"):
+        Request("main", tmp_path, pretraining_samples=64).check()
 
 
 def test_pre_training_shows_the_headline_of_every_data_set() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 
 from contaccum.cli import main
 from contaccum.common.outputs import read_json
+from contaccum.data.prepare import prepare
 from contaccum.memory.planner import Measured
 from contaccum.methods.config import TrainConfig
 from contaccum.training import fastest as module
@@ -121,7 +123,21 @@ def test_a_damaged_cache_is_written_again(jsonl, model_folder, tmp_path, monkeyp
     cache_file().write_text("{broken")
     monkeypatch.setattr(module, "try_in_process", lambda config, *_: Measured(config.n_local, False, 0, 0, samples_per_second=1.0))
     fastest(TrainConfig(**asked(jsonl(64), model_folder, tmp_path / "run")))
-    assert len(read_json(cache_file())) == 1
+    (key,) = read_json(cache_file())
+    cache_file().write_text(json.dumps({key: {"options": {"an_option_of_another_version": 1}}}))
+    fastest(TrainConfig(**asked(jsonl(64), model_folder, tmp_path / "run")))
+    assert read_json(cache_file())[key]["options"]["n_local"] == 2
+
+
+def test_pairs_that_are_drawn_have_lengths_too(model_folder, tmp_path, monkeypatch) -> None:
+    """What `prepare --unsupervised` has written."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "texts.txt").write_text("".join(f"w{i} w1 w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14\n" for i in range(20, 90)))
+    prepare(tmp_path / "texts.txt", tmp_path / "crops", unsupervised="crops")
+    monkeypatch.setattr(module, "try_in_process", lambda config, *_: Measured(config.n_local, False, 0, 0, samples_per_second=1.0))
+    fastest(TrainConfig(**asked(str(tmp_path / "crops"), model_folder, tmp_path / "run")))
+    (key,) = read_json(cache_file())
+    assert ", 0 hard negatives" in key
 
 
 @pytest.mark.parametrize(("seconds", "trials"), [(50.0, 3), (70.0, 2), (500.0, 1)])

@@ -21,6 +21,7 @@ def reproduce(
     model: Annotated[Optional[str], typer.Option(help="encoder, or random (default: bert-base-uncased; tiny: random)")] = None,  # noqa: UP045
     output: Annotated[Optional[Path], typer.Option(help="folder to write or continue (default: runs/EXPERIMENT-DATASET)")] = None,  # noqa: UP045
     seeds: Annotated[str, typer.Option(help="seeds with commas between")] = "0",
+    pretraining_samples: Annotated[Optional[int], typer.Option(help="samples of each cell of pretrain (default: the scale's)")] = None,  # noqa: UP045
     jobs: Annotated[int, typer.Option(help="cells that run at once, each in its own process; 0: one after another in this process")] = 1,
     set_: Annotated[Optional[list[str]], typer.Option("--set", help="training option for every cell, as lr=1e-4, repeatable")] = None,  # noqa: UP045
     only: Annotated[Optional[list[str]], typer.Option(help="run only the cells with this text in their name, repeatable")] = None,  # noqa: UP045
@@ -39,7 +40,7 @@ def reproduce(
     folder = output or Path("runs") / f"{experiment}-{dataset}"
     settings = tuple(_settings(set_ or []).items())
     chosen = tuple(dict.fromkeys(whole_numbers("--seeds", seeds, "0,1,2")))
-    request = Request(experiment, folder, dataset, data, scale, model, chosen, jobs, settings, tuple(only or ()))
+    request = Request(experiment, folder, dataset, data, scale, model, chosen, jobs, settings, tuple(only or ()), pretraining_samples)
     request.check()
     if dry_run:
         for cell in planned(request):

@@ -24,7 +24,7 @@ from contaccum.core.finite import Finite
 from contaccum.core.infonce import Blocks, Columns, Gradients, Past, Rows
 from contaccum.core.rings import Rings
 
-STORED = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)  # types of vectors
+STORED = (None, torch.float32, torch.bfloat16, torch.float16)  # types of vectors; None: float32, for float64 float64
 
 
 @dataclass(frozen=True)

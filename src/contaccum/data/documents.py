@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from contaccum.common.errors import DataError
 from contaccum.common.outputs import check_new, scratch_for
-from contaccum.data.drawn_pairs import KINDS, OF_SENTENCES, DrawPairs
+from contaccum.data.drawn_pairs import KINDS, OF_SENTENCES, SHORTEST_CROP, DrawPairs
 from contaccum.data.prepared import FLUSH_CHARACTERS, SAMPLES, PrepareSummary, SplitSummary, save_tables
 from contaccum.data.readers.plain_text import read_documents
 from contaccum.data.readers.rows import Tally
@@ -73,6 +73,8 @@ def _unusable(kind: str, title: str, units: list[str]) -> str | None:
         return "without a title"
     if kind == "crops" and len(units) < SHORTEST_WORDS:
         return f"of fewer than {SHORTEST_WORDS} words"
+    if kind == "crops" and sum(map(len, units)) + len(units) - 1 < 2 * SHORTEST_CROP:
+        return f"of fewer than {2 * SHORTEST_CROP} characters"
     return "of one sentence" if kind in OF_SENTENCES and len(units) == 1 else None
 
 

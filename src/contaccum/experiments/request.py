@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Request:
     jobs: int = 1
     settings: tuple[tuple[str, Any], ...] = ()  # TrainConfig fields that override the scale's
     only: tuple[str, ...] = ()  # cells whose group has one of these in its name; none: all
+    pretraining_samples: int | None = None  # of each cell of pretrain; None: the scale's
 
     def check(self) -> None:
         for name, known in (("experiment", EXPERIMENTS), ("dataset", DATASETS), ("scale", SCALES)):
@@ -48,14 +49,23 @@ class Request:
                 raise ValueError(f"--model has no meaning for {name}, which trains nothing; leave it out")
             if unused := sorted(settings.keys() - MEASURED[name]):
                 raise ValueError(f"--set {unused[0]} has no meaning for {name}, which trains nothing; leave it out")
+        if self.pretraining_samples is not None:
+            self._check_samples(self.pretraining_samples)
         if EXPERIMENTS[name].diagnosed and settings.get("diagnose_every") == 0:
             raise ValueError(f"--set diagnose_every=0 leaves {name} nothing to show; leave it out")
         if name == "gradnorm" and settings.get("tied"):
             raise ValueError("--set tied=true has one tower, and gradnorm shows the ratio of two; leave it out")
 
+    def _check_samples(self, samples: int) -> None:
+        largest = max(SCALES[self.scale].pretraining.batches)
+        if self.experiment != pretrain.EXPERIMENT.name:
+            raise ValueError(f"--pretraining-samples has no meaning for {self.experiment}; leave it out")
+        if samples < largest:
+            raise ValueError(f"--pretraining-samples {samples} fill no update of {largest}; give {largest} or more")
+
     def identity(self) -> dict[str, Any]:
         """What results in one folder have in common, as JSON keeps it."""
-        shared = {name: getattr(self, name) for name in ("experiment", "dataset", "scale", "model")}
+        shared = {name: getattr(self, name) for name in ("experiment", "dataset", "scale", "model", "pretraining_samples")}
         data = None if self.data is None else os.path.realpath(self.data)
         found: dict[str, Any] = json.loads(json.dumps({**shared, "data": data, "settings": dict(self.settings)}))
         return found
@@ -64,6 +74,8 @@ class Request:
 def planned(request: Request) -> list[Cell]:
     scale = SCALES[request.scale]
     settings = dict(request.settings)
+    if request.pretraining_samples is not None:
+        scale = replace(scale, pretraining=replace(scale.pretraining, samples=request.pretraining_samples))
     bank = settings.get("bank", DATASETS[request.dataset].bank if request.scale == "paper" else scale.bank)
     if bank == "auto":
         raise ValueError("--set bank=auto is no bank of the paper's; leave it out for the scale's, or give a number")

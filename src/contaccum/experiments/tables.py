@@ -58,7 +58,14 @@ def table_of(rows: Sequence[ResultRow]) -> list[list[str]]:
     metrics = list(first["mean"])
     diagnosed = any(d["grad_norm_ratio"] for row in rows for d in row["diagnostics"])
     head = ["", *metrics, *(["gradient norm ratio at the end", "oldest / newest mass"] if diagnosed else []), "samples/s", "seeds"]
-    return [head, *([*_cells(row, metrics, diagnosed), f"{row['samples_per_second']:.0f}", str(len(row["seeds"]))] for row in rows)]
+    if costly := any("cpu_seconds" in row for row in rows):
+        head[-1:-1] = ["seconds of the processor", "MB"]
+    return [head, *([*_cells(row, metrics, diagnosed), *_costs(row, costly), str(len(row["seeds"]))] for row in rows)]
+
+
+def _costs(row: ResultRow, costly: bool) -> list[str]:
+    known = [f"{row['cpu_seconds']:,.0f}", f"{row['process_peak_bytes'] / 1e6:,.0f}"] if "cpu_seconds" in row else ["", ""]
+    return [f"{row['samples_per_second']:.0f}", *(known if costly else [])]
 
 
 def _cells(row: ResultRow, metrics: Sequence[str], diagnosed: bool) -> list[str]:

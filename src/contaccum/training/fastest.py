@@ -29,6 +29,7 @@ from contaccum.common.console import note
 from contaccum.common.options import as_options
 from contaccum.common.outputs import read_if_whole, write_json
 from contaccum.common.sizes import parse_bytes
+from contaccum.data.drawn_pairs import drawn_kind, drawn_pairs
 from contaccum.data.training_set import has_negatives, load_training_set
 from contaccum.memory.limit import device_bytes
 from contaccum.memory.plan import planned
@@ -131,7 +132,7 @@ def fastest(config: TrainConfig) -> TrainConfig:
     passage_tokens = min(passage_tokens, config.max_seq_length)
     key = _key(config, query_tokens, passage_tokens, negatives, cuda)
     known = read_if_whole(cache_file()) or {}
-    if key in known:
+    if key in known and set(known[key]["options"]) == set(CHOSEN):  # else of another version
         return _said(replace(config, **known[key]["options"]), "as found before", cuda)
 
     def trial(asked: TrainConfig, seconds: float) -> float | None:
@@ -217,13 +218,19 @@ def _memory(config: TrainConfig) -> int:
 
 def _lengths(config: TrainConfig) -> tuple[list[tuple[int, int]], int]:
     """Tokens of the first rows' queries and passages, about; hard negatives of a row."""
-    rows = load_training_set(config.data, config.split, LOOKED_AT)
+    if (kind := drawn_kind(config.data)) is not None:
+        rows = drawn_pairs(config.data, kind, config.split, LOOKED_AT, config.seed)[0]
+    else:
+        rows = load_training_set(config.data, config.split, LOOKED_AT)
 
     def tokens(text: str) -> int:
         return min(config.max_seq_length, math.ceil(len(text) / 4 + 2))
 
-    lengths = [(tokens(query), tokens(positive)) for query, positive in zip(rows["query"][:], rows["positive"][:], strict=True)]
-    return lengths, int(has_negatives(rows)) if config.hard_negatives is None else config.hard_negatives
+    pairs = rows[:]
+    lengths = [(tokens(query), tokens(positive)) for query, positive in zip(pairs["query"], pairs["positive"], strict=True)]
+    if config.hard_negatives is not None:
+        return lengths, config.hard_negatives
+    return lengths, int(kind is None and has_negatives(rows))
 
 
 def _key(config: TrainConfig, query_tokens: int, passage_tokens: int, negatives: int, cuda: bool) -> str:
