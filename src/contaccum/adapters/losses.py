@@ -52,8 +52,8 @@ class Batch:
 class ContAccumLoss(nn.Module):
     """`MultipleNegativesRankingLoss` with a bank of past queries and passages; equal to it with `bank_size=0` and no duplicate texts.
 
-    Takes pairs (anchor, positive) or tuples with any number of negatives. In a plain `SentenceTransformerTrainer` it adds a
-    `ContAccumCallback` when training begins. One loss for several data sets keeps a bank for each, and needs a `ContAccumTrainer`.
+    Takes pairs (anchor, positive) or tuples with any number of negatives. A plain `SentenceTransformerTrainer` that is
+    made with it gets a `ContAccumCallback`. One loss for several data sets keeps a bank for each, and needs a `ContAccumTrainer`.
     `MatryoshkaLoss` around it is fine. `loss.scale` may be assigned at any time.
 
     Args:
@@ -144,9 +144,17 @@ class ContAccumLoss(nn.Module):
         losses = [self.compute_loss_from_embeddings(_slice(embeddings, i, size), labels, batch.part(i, size)) for i in starts]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
+    def _apply(self, *args: Any, **kwargs: Any) -> ContAccumLoss:
+        """`to` of this loss, or of one around it: a trainer that is made calls it."""
+        from contaccum.adapters.plain_trainer import meet_trainer  # which knows this class
+
+        meet_trainer()
+        moved: ContAccumLoss = super()._apply(*args, **kwargs)
+        return moved
+
     def _begin(self) -> None:
         if self.model.training and torch.is_grad_enabled():
-            from contaccum.adapters.plain_trainer import join_training  # which knows this class
+            from contaccum.adapters.plain_trainer import join_training
 
             join_training(self)
         self._refuse_several_layers()

@@ -100,16 +100,21 @@ class ContAccumCallback(SkippedSteps):
         self.joined: WeakSet[ContAccumLoss] = WeakSet()  # losses that have met their trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        resumed = Path(self.checkpoint) if self.checkpoint else None
+        self.begin(args, state, None if state.global_step == 0 else resumed or resumed_folder(args, state), **kwargs)
+
+    def begin(self, args: TrainingArguments, state: TrainerState, resumed: Path | None, **kwargs: Any) -> None:
+        """Empty banks, or those of the checkpoint that is resumed."""
         refuse_combinations(self.loss)
         self.saved, self.saves = None, args.should_save
         loader = kwargs.get("train_dataloader")
         self.shared = self._shared_banks(args, rows_by_data_set(loader))
-        if state.global_step == 0:
+        if resumed is None:
             sizes = BankSizes(self.loss, args, state, loader)
             for loss in bank_losses(self.loss):
                 self._start(loss, sizes, served_by(loss, self.loss, rows_by_data_set(loader)))
         else:
-            self.load(Path(self.checkpoint) if self.checkpoint else resumed_folder(args, state))
+            self.load(resumed)
         self._correct_card(getattr(kwargs.get("model"), "model_card_data", None))
 
     def _start(self, loss: ContAccumLoss, sizes: BankSizes, data_sets: list[str]) -> None:
@@ -165,7 +170,7 @@ class ContAccumCallback(SkippedSteps):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = checkpoint_folder(args, state)
-        if self.saved != folder:
+        if self.saved != folder and any(bank_losses(self.loss)):
             self.before_checkpoint(folder)
 
     def before_checkpoint(self, folder: Path) -> None:
