@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from conftest import rows
 from contaccum import CachedContAccumLoss, ContAccumCallback, ContAccumLoss, ContAccumTrainer, DualBankInfoNCE
 from contaccum.adapters.data_sets import bank_losses
+from contaccum.common.errors import CheckpointError
 from test_trainer import arguments, assert_bit_equal, dataset, state_of, trained
 
 ROUTES = {"query": "query", "positive": "document", "negative": "document"}
@@ -301,6 +303,24 @@ def test_banks_are_resumed_by_the_names_of_their_data_sets(tiny_encoder, tmp_pat
     for key in "ab":
         assert_bit_equal(found[0][1][key], found[1][1][key])
     assert not torch.equal(found[0][1]["a"]["_queries"], found[0][1]["b"]["_queries"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "one_loss", "message"),
+    [
+        ("ab", "ac", True, "holds a bank of the data sets a, b, but its loss is now for the data sets a, c; resume with the same"),
+        ("ab", "a", True, "holds a bank of the data sets a, b, but its loss is now for data without a name"),
+        ("ab", "xa", False, "holds a bank of the data sets b, but its loss is now for the data sets x"),
+    ],
+)
+def test_a_bank_of_other_data_sets_is_refused(tiny_encoder, tmp_path, saved, present, one_loss: bool, message: str) -> None:
+    for names in (saved, present):
+        model = tiny_encoder()
+        loss: Any = ContAccumLoss(model, bank_size=12) if one_loss else {name: ContAccumLoss(model, bank_size=12) for name in names}
+        data: Any = DatasetDict({name: dataset(16) for name in names}) if len(names) > 1 else dataset(32)
+        options = {"save_strategy": "steps", "save_steps": 2, "resume": None if names == saved else str(tmp_path / "checkpoint-2")}
+        with nullcontext() if names == saved else pytest.raises(CheckpointError, match=re.escape(message)):
+            trained(model, tmp_path, loss=loss, data=data, **options)
 
 
 def test_a_training_that_began_with_an_evaluation_is_resumed_without_a_callback(tiny_encoder, tmp_path) -> None:

@@ -19,12 +19,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from contaccum.adapters.checkpoint_folders import checkpoint_folder, is_complete, last_complete_checkpoint, resumed_folder
 from contaccum.adapters.combinations import refuse_combinations
-from contaccum.adapters.data_sets import BankSizes, Losses, bank_losses, rows_by_data_set, served_by
+from contaccum.adapters.data_sets import BankSizes, Losses, bank_losses, names_of, rows_by_data_set, served_by
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.common.errors import CheckpointError, not_saved
 from contaccum.common.outputs import whole_path
 
 STATE_NAME = "contaccum_state"
+DATA_SETS = "data_sets"  # beside a criterion's state
 
 
 @runtime_checkable
@@ -176,7 +177,8 @@ class ContAccumCallback(SkippedSteps):
     def before_checkpoint(self, folder: Path) -> None:
         """Write the banks, and remove those of an earlier run by another number of processes."""
         file, self.saved = self._file(folder), folder
-        states = [loss.criterion.state_dict() for loss in bank_losses(self.loss)]  # in each process: all go on alike
+        # in each process: all go on alike
+        states = [{**loss.criterion.state_dict(), DATA_SETS: self._data_sets(loss)} for loss in bank_losses(self.loss)]
         if file.name != f"{STATE_NAME}.pt" or self.saves:
             with whole_path(file) as part:
                 torch.save(states, part)
@@ -201,7 +203,17 @@ class ContAccumCallback(SkippedSteps):
         if len(losses) != len(states):
             raise CheckpointError(f"{file} holds the banks of {len(states)} losses, but there are {len(losses)}; resume with those losses")
         for loss, state in zip(losses, states, strict=True):
+            saved, present = state.pop(DATA_SETS, None), self._data_sets(loss)
+            if saved not in (None, present):  # None: of an older version
+                raise CheckpointError(
+                    f"{file} holds a bank of {_listed(saved)}, but its loss is now for {_listed(present)}; "
+                    "resume with the same data sets under the same names, or start again"
+                )
             loss.criterion.load_state_dict(state)
+
+    def _data_sets(self, loss: ContAccumLoss) -> list[str]:
+        """Those that have a bank of their own, or that the loss is named by."""
+        return sorted(self.shared.get(loss, [])) or names_of(loss, self.loss)
 
     def _file(self, folder: Path) -> Path:
         """One file for all processes where they hold the same bank."""
@@ -277,6 +289,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if isinstance(callback, BeforeCheckpoint):
                 callback.before_checkpoint(Path(output_dir))
         self.accelerator.wait_for_everyone()
+
+
+def _listed(names: list[str]) -> str:
+    return f"the data sets {', '.join(names)}" if names else "data without a name"
 
 
 def _rank() -> int:
