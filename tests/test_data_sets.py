@@ -248,14 +248,15 @@ def test_a_loss_that_the_trainer_does_not_show_is_refused(tiny_encoder, tmp_path
 
 
 def test_a_callback_that_is_added_to_a_plain_trainer_is_the_only_one(tiny_encoder, tmp_path) -> None:
-    model = tiny_encoder()
-    loss = ContAccumLoss(model, bank_size=12)
-    args = arguments(tmp_path, save_strategy="steps", save_steps=4)
-    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=dataset(), loss=loss)
-    trainer.add_callback(ContAccumCallback(loss))
-    trainer.train()
-    assert loss.criterion.updates == 4
-    assert len(torch.load(tmp_path / "checkpoint-4" / "contaccum_state.pt", weights_only=True)) == 1
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = tiny_encoder()
+        loss = ContAccumLoss(model, bank_size=12)
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+        trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=dataset(), loss=loss)
+        trainer.add_callback(ContAccumCallback(loss))
+        trainer.train(resume_from_checkpoint=resume)
+        assert loss.criterion.updates == 4
+        assert len(torch.load(tmp_path / "checkpoint-4" / "contaccum_state.pt", weights_only=True)) == 1
 
 
 def test_a_callback_of_another_loss_is_refused(tiny_encoder, tmp_path) -> None:

@@ -30,8 +30,10 @@ class OwnCallback(ContAccumCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        given = any(callback is not self for callback in _callbacks(self.trainer))
-        self.loss = {} if given else _losses(self.trainer)
+        if any(callback is not self for callback in _callbacks(self.trainer)):
+            self.loss = {}
+            return
+        self.loss = _losses(self.trainer)
         folder = _resumed(self.trainer)
         self.begin(args, state, folder, **kwargs)
         begun = 0 if folder is None else TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
