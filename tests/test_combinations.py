@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ import torch
 from datasets import Dataset
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
 from sentence_transformers.sentence_transformer.losses import AdaptiveLayerLoss, Matryoshka2dLoss, MatryoshkaLoss
+from sentence_transformers.sparse_encoder import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+from sentence_transformers.sparse_encoder.losses import SpladeLoss
+from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
+from sentence_transformers.util import dot_score
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from transformers import AutoTokenizer, BertForMaskedLM
 
-from conftest import assert_close, rows
+from conftest import assert_close, rows, tiny_config
 from contaccum import CachedContAccumLoss, ContAccumLoss
 from contaccum.adapters.text_keys import token_keys
 from reference import ReferenceInfoNCE
@@ -255,3 +261,43 @@ def test_without_a_bank_they_equal_those_around_sentence_transformers_losses(tin
         found.append((value.detach(), gradients(model)))
     assert torch.allclose(found[0][0], found[1][0], rtol=1e-5)
     assert_close(found[0][1], found[1][1])
+
+
+def test_a_loss_that_gets_embeddings_alone_is_in_step_with_its_trainer(tokenizer_folder, tmp_path) -> None:
+    """`SpladeLoss` embeds the texts itself: size of the bank, updates, checkpoints, a resumed run; and that equal texts are not known."""
+    BertForMaskedLM(tiny_config()).save_pretrained(tmp_path / "bert")
+    AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(tmp_path / "bert")
+    states = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = SparseEncoder(modules=[MLMTransformer(str(tmp_path / "bert")), SpladePooling()], device="cpu")
+        inner = ContAccumLoss(model, similarity_fct=dot_score)
+        loss = SpladeLoss(model, inner, document_regularizer_weight=1e-3, query_regularizer_weight=1e-3)
+        arguments = {
+            "output_dir": str(tmp_path),
+            "per_device_train_batch_size": 4,
+            "num_train_epochs": 1,
+            "save_strategy": "steps",
+            "seed": 1,
+        }
+        quiet = {"save_steps": 2, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+        args = SparseEncoderTrainingArguments(**arguments, **quiet)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            SparseEncoderTrainer(model=model, args=args, train_dataset=triplets(), loss=loss).train(resume_from_checkpoint=resume)
+        assert sum("gets no token ids here" in str(w.message) for w in caught) == 1
+        states.append({k: v for k, v in inner.criterion.state_dict().items() if isinstance(v, Tensor)})
+        assert inner.criterion.updates == len(triplets()) // 4
+        assert inner.criterion.bank.size < 1024
+    assert_bit_equal(*states)
+
+
+@pytest.mark.parametrize("option", ["guide", "mask_labels"])
+def test_options_that_need_texts_where_there_are_embeddings_alone(tiny_encoder, option: str) -> None:
+    model = tiny_encoder(tied=True)
+    loss = ContAccumLoss(model, bank_size=0, **{option: tiny_encoder(tied=True, seed=1) if option == "guide" else True})
+    vectors = list(torch.randn(2, 3, 8))
+    if option == "guide":
+        with pytest.raises(ValueError, match="a guide needs texts, and the loss around this one gives it embeddings alone"):
+            loss.compute_loss_from_embeddings(vectors)
+    else:
+        assert loss.compute_loss_from_embeddings(vectors, torch.tensor([5, 5, 5])) == 0  # no negatives are left

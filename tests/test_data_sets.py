@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from datasets import Dataset, DatasetDict
 from sentence_transformers import SentenceTransformerTrainer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-from torch import Tensor
+from torch import Tensor, nn
 
 from conftest import rows
 from contaccum import CachedContAccumLoss, ContAccumCallback, ContAccumLoss, ContAccumTrainer, DualBankInfoNCE
 from contaccum.adapters.data_sets import bank_losses
-from test_trainer import assert_bit_equal, dataset, state_of, trained
+from contaccum.common.errors import CheckpointError
+from test_trainer import arguments, assert_bit_equal, dataset, state_of, trained
 
 ROUTES = {"query": "query", "positive": "document", "negative": "document"}
 
@@ -183,6 +185,80 @@ def test_a_second_training_by_a_plain_trainer_starts_with_an_empty_bank(tiny_enc
     assert sum(isinstance(c, ContAccumCallback) for c in trainer.callback_handler.callbacks) == 1
 
 
+SOME = {"gradient_accumulation_steps": 1, "multi_dataset_batch_sampler": "round_robin", "save_strategy": "steps", "save_steps": 1}
+
+
+def some_are_ours(model: Any) -> dict[str, Any]:
+    """The first batch is not for ours."""
+    return {"other": MultipleNegativesRankingLoss(model), "ours": ContAccumLoss(model, bank_size=12)}
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_plain_trainer_some_of_whose_losses_have_a_bank_is_resumed(tiny_encoder, tmp_path, step: int) -> None:
+    """Bit by bit, also from a checkpoint before the first batch for them, in another folder and beside checkpoints of another run."""
+    data = DatasetDict({"other": dataset(16), "ours": dataset(16)})
+
+    def run(folder: str, kind: Any = SentenceTransformerTrainer, **options: Any) -> Any:
+        model = tiny_encoder()
+        return trained(model, tmp_path / folder, kind, some_are_ours(model), data, **SOME, **options)
+
+    whole = run("whole")
+    assert whole.loss["ours"].criterion.updates == whole.state.global_step == 8
+    assert (tmp_path / "whole" / "checkpoint-1" / "contaccum_state.pt").exists()
+    run("other", seed=2)
+    from_start = {"resume": str(tmp_path / "whole" / f"checkpoint-{step}")}
+    for again in (run("given", ContAccumTrainer), run("other", **from_start), run("new", **from_start)):
+        assert_bit_equal(state_of(again), state_of(whole))
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_loss_that_a_plain_trainer_gets_late_counts_the_updates_before(tiny_encoder, tmp_path, resumed: bool) -> None:
+    """Where the trainer was made with another."""
+    data = DatasetDict({"other": dataset(16), "ours": dataset(16)})
+    model = tiny_encoder()
+    trained(model, tmp_path, SentenceTransformerTrainer, some_are_ours(model), data, **SOME, max_steps=2)
+    args = arguments(tmp_path, **SOME | {"save_strategy": "no"})
+    losses = {name: MultipleNegativesRankingLoss(model) for name in data}
+    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=data, loss=losses)
+    trainer.loss["ours"] = ours = ContAccumLoss(model, bank_size=12, start_update=4)
+    sizes: list[int] = []
+    ours.criterion.observers.append(lambda step: sizes.append(0 if step.past is None else len(step.past.columns)))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
+    assert ours.criterion.updates == trainer.state.global_step == 8
+    assert sizes == ([0, 4, 8] if resumed else [0, 0, 0, 4])
+
+
+def test_a_loss_that_the_trainer_does_not_show_is_refused(tiny_encoder, tmp_path) -> None:
+    """Or named by a callback."""
+
+    class Hidden(nn.Module):
+        def __init__(self, loss: ContAccumLoss) -> None:
+            super().__init__()
+            self.model, self.losses = loss.model, [loss]
+
+        def forward(self, *args: Any) -> Tensor:
+            return self.losses[0](*args)
+
+    model = tiny_encoder()
+    loss = ContAccumLoss(model, bank_size=12)
+    with pytest.raises(ValueError, match=re.escape("is not found in trainer.loss: it is in a plain list there")):
+        trained(model, tmp_path, SentenceTransformerTrainer, Hidden(loss))
+    trained(model, tmp_path, SentenceTransformerTrainer, Hidden(loss), callbacks=[ContAccumCallback(loss)])
+    assert loss.criterion.updates == 4
+
+
+def test_a_callback_that_is_added_to_a_plain_trainer_is_the_only_one(tiny_encoder, tmp_path) -> None:
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = tiny_encoder()
+        loss = ContAccumLoss(model, bank_size=12)
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+        trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=dataset(), loss=loss)
+        trainer.add_callback(ContAccumCallback(loss))
+        trainer.train(resume_from_checkpoint=resume)
+        assert loss.criterion.updates == 4
+        assert len(torch.load(tmp_path / "checkpoint-4" / "contaccum_state.pt", weights_only=True)) == 1
+
+
 def test_a_callback_of_another_loss_is_refused(tiny_encoder, tmp_path) -> None:
     model = tiny_encoder()
     callbacks = [ContAccumCallback(ContAccumLoss(model))]
@@ -228,6 +304,24 @@ def test_banks_are_resumed_by_the_names_of_their_data_sets(tiny_encoder, tmp_pat
     for key in "ab":
         assert_bit_equal(found[0][1][key], found[1][1][key])
     assert not torch.equal(found[0][1]["a"]["_queries"], found[0][1]["b"]["_queries"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "one_loss", "message"),
+    [
+        ("ab", "ac", True, "holds a bank of the data sets a, b, but its loss is now for the data sets a, c; resume with the same"),
+        ("ab", "a", True, "holds a bank of the data sets a, b, but its loss is now for data without a name"),
+        ("ab", "xa", False, "holds a bank of the data sets b, but its loss is now for the data sets x"),
+    ],
+)
+def test_a_bank_of_other_data_sets_is_refused(tiny_encoder, tmp_path, saved, present, one_loss: bool, message: str) -> None:
+    for names in (saved, present):
+        model = tiny_encoder()
+        loss: Any = ContAccumLoss(model, bank_size=12) if one_loss else {name: ContAccumLoss(model, bank_size=12) for name in names}
+        data: Any = DatasetDict({name: dataset(16) for name in names}) if len(names) > 1 else dataset(32)
+        options = {"save_strategy": "steps", "save_steps": 2, "resume": None if names == saved else str(tmp_path / "checkpoint-2")}
+        with nullcontext() if names == saved else pytest.raises(CheckpointError, match=re.escape(message)):
+            trained(model, tmp_path, loss=loss, data=data, **options)
 
 
 def test_a_training_that_began_with_an_evaluation_is_resumed_without_a_callback(tiny_encoder, tmp_path) -> None:

@@ -16,7 +16,9 @@ from sentence_transformers.sentence_transformer.losses import (
     MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
+from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from sentence_transformers.util import cos_sim, dot_score
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from conftest import WORDS, assert_close, texts, tiny_config
@@ -155,6 +157,18 @@ def test_a_guide_of_towers_with_two_vocabularies_is_refused(tiny_encoder, model_
     model = dual_encoder(model_folder, passage_model=tmp_path, max_seq_length=32)
     with pytest.raises(ValueError, match="these have two"):
         ContAccumLoss(model, guide=tiny_encoder(tied=True))
+
+
+def test_a_static_guide_of_the_same_vocabulary_reads_the_texts_again(tiny_encoder, tokenizer_folder) -> None:
+    """It takes the tokens of all texts in one row."""
+    guide = SentenceTransformer(modules=[StaticEmbedding(Tokenizer.from_file(f"{tokenizer_folder}/tokenizer.json"), embedding_dim=8)])
+    model = tiny_encoder(tied=True)
+    assert guide.tokenizer.get_vocab() == model.tokenizer.get_vocab()
+    loss = ContAccumLoss(model, guide=guide, bank_size=8)
+    found = loss.guide.embed(features(model, 5), at_once=2)
+    for i, column in enumerate(found):
+        assert torch.allclose(column, torch.from_numpy(guide.encode(texts(5, seed=i))))
+    loss(features(model)).backward()
 
 
 def test_in_evaluation_the_loss_is_of_the_whole_batch(tiny_encoder) -> None:

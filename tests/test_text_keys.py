@@ -19,9 +19,9 @@ from contaccum.adapters.text_keys import token_keys
 IDS = torch.tensor([[2, 9, 9, 3]] * 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int64])
 def test_keys_cover_what_stands_beside_the_ids(dtype: torch.dtype) -> None:
-    images = torch.rand(3, 3, 4, 4).to(dtype)
+    images = (255 * torch.rand(3, 3, 4, 4)).to(dtype)
     images[2] = images[0]
     keys = token_keys({"input_ids": IDS, "pixel_values": images})
     assert keys[0] == keys[2] != keys[1]
@@ -30,6 +30,16 @@ def test_keys_cover_what_stands_beside_the_ids(dtype: torch.dtype) -> None:
     assert alone[0] == keys[0], "a key depends on its own input alone"
     reversed_rows = token_keys({"input_ids": IDS, "pixel_values": images.flip(3)})
     assert not torch.isin(keys, reversed_rows).any(), "the places of pixels count"
+
+
+def test_keys_of_a_text_are_of_its_tokens_alone() -> None:
+    """Saved banks hold them: nothing else that comes with a text changes them, nor what a model has written beside it."""
+    rows = torch.arange(3)
+    about = {"token_type_ids": IDS, "position_ids": IDS, "special_tokens_mask": IDS > 2, "length": rows, "prompt_length": rows[:1]}
+    about |= {"sentence_lengths": rows, "token_counts": rows, "query_expansion_positions": IDS > 2, "max_length_q": rows[0]}
+    made = {"sentence_embedding_backbone": torch.rand(3, 4), "token_weights_sum": torch.rand(3), "other": torch.rand(3, 4).requires_grad_()}
+    known = [8117789661671879203] * 3
+    assert token_keys({"input_ids": IDS}).tolist() == token_keys({"input_ids": IDS, **about, **made}).tolist() == known
 
 
 def test_texts_with_other_images_differ_in_their_text_too() -> None:

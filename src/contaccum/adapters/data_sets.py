@@ -33,6 +33,11 @@ def served_by(loss: ContAccumLoss, losses: Losses, rows: dict[str, int]) -> list
     return [name for name in rows if not isinstance(losses, dict) or (name in losses and loss in losses[name].modules())]
 
 
+def names_of(loss: ContAccumLoss, losses: Losses) -> list[str]:
+    """Under which it stands in a dict of losses."""
+    return sorted(name for name in losses if loss in losses[name].modules()) if isinstance(losses, dict) else []
+
+
 @dataclass(frozen=True)
 class BankSizes:
     """Automatic sizes: `auto_bank` of what enters a bank, from all processes if its loss gathers, and of several losses its share."""

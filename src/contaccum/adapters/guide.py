@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.losses.gradcache import has_static_embedding_input
 from sentence_transformers.util import batch_to_device
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ class Guide(nn.Module):
             raise ValueError("the guide is the model that is trained; leave it out and use margin, or give a copy of it")
         self.guide = guide.requires_grad_(False)
         self.tokenizer = theirs
-        same = hasattr(mine, "get_vocab") and mine.get_vocab() == theirs.get_vocab()
+        same = hasattr(mine, "get_vocab") and mine.get_vocab() == theirs.get_vocab() and not has_static_embedding_input(guide)
         self.same_tokens = same and (guide.max_seq_length or 0) >= (model.max_seq_length or 0)
 
     @property

@@ -6,6 +6,7 @@ GradCache twin is in `contaccum.adapters.gradcache`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,8 +53,8 @@ class Batch:
 class ContAccumLoss(nn.Module):
     """`MultipleNegativesRankingLoss` with a bank of past queries and passages; equal to it with `bank_size=0` and no duplicate texts.
 
-    Takes pairs (anchor, positive) or tuples with any number of negatives. In a plain `SentenceTransformerTrainer` it adds a
-    `ContAccumCallback` when training begins. One loss for several data sets keeps a bank for each, and needs a `ContAccumTrainer`.
+    Takes pairs (anchor, positive) or tuples with any number of negatives. A plain `SentenceTransformerTrainer` that is
+    made with it gets a `ContAccumCallback`. One loss for several data sets keeps a bank for each, and needs a `ContAccumTrainer`.
     `MatryoshkaLoss` around it is fine. `loss.scale` may be assigned at any time.
 
     Args:
@@ -118,6 +119,7 @@ class ContAccumLoss(nn.Module):
             margin_strategy=margin_strategy,
             **bank_options,
         )
+        self._warned = False
         self.criterion.kept_with = {"mask_labels": mask_labels, "guide": guide is not None}
 
     @property
@@ -144,9 +146,17 @@ class ContAccumLoss(nn.Module):
         losses = [self.compute_loss_from_embeddings(_slice(embeddings, i, size), labels, batch.part(i, size)) for i in starts]
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
+    def _apply(self, *args: Any, **kwargs: Any) -> ContAccumLoss:
+        """`to` of this loss, or of one around it: a trainer that is made calls it."""
+        from contaccum.adapters.plain_trainer import meet_trainer  # which knows this class
+
+        meet_trainer()
+        moved: ContAccumLoss = super()._apply(*args, **kwargs)
+        return moved
+
     def _begin(self) -> None:
         if self.model.training and torch.is_grad_enabled():
-            from contaccum.adapters.plain_trainer import join_training  # which knows this class
+            from contaccum.adapters.plain_trainer import join_training
 
             join_training(self)
         self._refuse_several_layers()
@@ -181,11 +191,34 @@ class ContAccumLoss(nn.Module):
     def compute_loss_from_embeddings(
         self, embeddings: list[Tensor], labels: Tensor | None = None, keys: Batch | list[Tensor | None] | None = None
     ) -> Tensor:
-        """The loss of one micro-batch from the embeddings of its columns: queries, positives, then hard negatives."""
-        batch = keys if isinstance(keys, Batch) else Batch(keys or [None] * len(embeddings))
+        """The loss of one micro-batch from the embeddings of its columns: queries, positives, then hard negatives.
+
+        Losses around this one may call it, as `SpladeLoss` does; `keys` are then tensors of `token_keys`, one for each column.
+        """
+        batch = keys if isinstance(keys, Batch) else self._batch_of_vectors(keys or [None] * len(embeddings), labels)
+        if None in batch.keys[1:]:
+            self._warn_of_equal_texts()
         self.criterion.train(self.model.training)
         loss: Tensor = self.criterion(*self._gathered(embeddings, batch), whole=batch.whole)
         return loss
+
+    def _batch_of_vectors(self, keys: list[Tensor | None], labels: Tensor | None) -> Batch:
+        """For whoever has embedded the texts and calls without `forward`."""
+        self._begin()
+        if self.guide is not None:
+            raise ValueError("a guide needs texts, and the loss around this one gives it embeddings alone; use margin without a guide")
+        return Batch([_label_keys(labels), *keys[1:]] if self.mask_labels else keys)
+
+    def _warn_of_equal_texts(self) -> None:
+        criterion = self.criterion
+        if self._warned or not (criterion.bank.size and criterion.mask_duplicates and self.model.training and torch.is_grad_enabled()):
+            return
+        self._warned = True
+        warnings.warn(
+            f"{type(self).__name__} gets no token ids here, so equal texts are each other's negatives, in the bank too; "
+            "leave out rows with texts that appear twice, or say mask_duplicates=False where that is meant",
+            stacklevel=2,
+        )
 
     def _gathered(self, embeddings: list[Tensor], batch: Batch) -> tuple[Any, ...]:
         """The criterion's arguments, of all processes where this loss gathers."""

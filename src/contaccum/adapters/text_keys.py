@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a model adds to the features of its inputs, which a loss may get that is not the first to see them.
-OUTPUTS = ("sentence_embedding", "token_embeddings", "all_layer_embeddings", "cls_token_embeddings")
+# What a model adds to the features of its inputs, which a loss may get that is not the first to see them, embeddings apart.
+OUTPUTS = ("token_weights_sum", "scores", "causal_logits")
+# What says where a text's tokens are and how many, as names that end with `_ids` and `_mask` do.
+PLACES = (
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "offsets"),
+    *("length", "prompt_length", "sentence_lengths", "token_counts", "query_expansion_positions"),
+)
 
 
 def token_keys(features: dict[str, Any]) -> Tensor | None:
@@ -27,9 +32,16 @@ def token_keys(features: dict[str, Any]) -> Tensor | None:
     else:
         keys = _padded_keys(ids, features.get("attention_mask"))
     for name, values in sorted(features.items()):
-        if isinstance(values, Tensor) and values.is_floating_point() and name not in OUTPUTS:  # what describes a text is of whole numbers
+        if isinstance(values, Tensor) and _is_content(name, values):
             keys = _mix(keys * _ODD + _content_keys(values, len(keys)))
     return keys
+
+
+def _is_content(name: str, values: Tensor) -> bool:
+    """Whether these are an image's or a sound's own values: neither about the tokens, nor what a model has made of them."""
+    about_tokens = name.endswith(("_ids", "_mask")) or name in PLACES
+    output = "embedding" in name or name in OUTPUTS or values.requires_grad
+    return values.dim() > 0 and not about_tokens and not output
 
 
 def _padded_keys(ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -56,7 +68,7 @@ def _flattened_keys(ids: Tensor, starts: Tensor) -> Tensor:
     return _mix(keys.index_add(0, text, _mix(ids * _ODD + places - starts[text] + 1)))
 
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, as a signed number
 
 

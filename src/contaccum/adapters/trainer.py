@@ -19,12 +19,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from contaccum.adapters.checkpoint_folders import checkpoint_folder, is_complete, last_complete_checkpoint, resumed_folder
 from contaccum.adapters.combinations import refuse_combinations
-from contaccum.adapters.data_sets import BankSizes, Losses, bank_losses, rows_by_data_set, served_by
+from contaccum.adapters.data_sets import BankSizes, Losses, bank_losses, names_of, rows_by_data_set, served_by
 from contaccum.adapters.losses import ContAccumLoss
 from contaccum.common.errors import CheckpointError, not_saved
 from contaccum.common.outputs import whole_path
 
 STATE_NAME = "contaccum_state"
+DATA_SETS = "data_sets"  # beside a criterion's state
 
 
 @runtime_checkable
@@ -100,16 +101,21 @@ class ContAccumCallback(SkippedSteps):
         self.joined: WeakSet[ContAccumLoss] = WeakSet()  # losses that have met their trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        resumed = Path(self.checkpoint) if self.checkpoint else None
+        self.begin(args, state, None if state.global_step == 0 else resumed or resumed_folder(args, state), **kwargs)
+
+    def begin(self, args: TrainingArguments, state: TrainerState, resumed: Path | None, **kwargs: Any) -> None:
+        """Empty banks, or those of the checkpoint that is resumed."""
         refuse_combinations(self.loss)
         self.saved, self.saves = None, args.should_save
         loader = kwargs.get("train_dataloader")
         self.shared = self._shared_banks(args, rows_by_data_set(loader))
-        if state.global_step == 0:
+        if resumed is None:
             sizes = BankSizes(self.loss, args, state, loader)
             for loss in bank_losses(self.loss):
                 self._start(loss, sizes, served_by(loss, self.loss, rows_by_data_set(loader)))
         else:
-            self.load(Path(self.checkpoint) if self.checkpoint else resumed_folder(args, state))
+            self.load(resumed)
         self._correct_card(getattr(kwargs.get("model"), "model_card_data", None))
 
     def _start(self, loss: ContAccumLoss, sizes: BankSizes, data_sets: list[str]) -> None:
@@ -167,13 +173,14 @@ class ContAccumCallback(SkippedSteps):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = checkpoint_folder(args, state)
-        if self.saved != folder:
+        if self.saved != folder and any(bank_losses(self.loss)):
             self.before_checkpoint(folder)
 
     def before_checkpoint(self, folder: Path) -> None:
         """Write the banks, and remove those of an earlier run by another number of processes."""
         file, self.saved = self._file(folder), folder
-        states = [loss.criterion.state_dict() for loss in bank_losses(self.loss)]  # in each process: all go on alike
+        # in each process: all go on alike
+        states = [{**loss.criterion.state_dict(), DATA_SETS: self._data_sets(loss)} for loss in bank_losses(self.loss)]
         if file.name != f"{STATE_NAME}.pt" or self.saves:
             with whole_path(file) as part:
                 torch.save(states, part)
@@ -198,7 +205,17 @@ class ContAccumCallback(SkippedSteps):
         if len(losses) != len(states):
             raise CheckpointError(f"{file} holds the banks of {len(states)} losses, but there are {len(losses)}; resume with those losses")
         for loss, state in zip(losses, states, strict=True):
+            saved, present = state.pop(DATA_SETS, None), self._data_sets(loss)
+            if saved not in (None, present):  # None: of an older version
+                raise CheckpointError(
+                    f"{file} holds a bank of {_listed(saved)}, but its loss is now for {_listed(present)}; "
+                    "resume with the same data sets under the same names, or start again"
+                )
             loss.criterion.load_state_dict(state)
+
+    def _data_sets(self, loss: ContAccumLoss) -> list[str]:
+        """Those that have a bank of their own, or that the loss is named by."""
+        return sorted(self.shared.get(loss, [])) or names_of(loss, self.loss)
 
     def _file(self, folder: Path) -> Path:
         """One file for all processes where they hold the same bank."""
@@ -274,6 +291,10 @@ class ContAccumTrainer(SentenceTransformerTrainer):
             if isinstance(callback, BeforeCheckpoint):
                 callback.before_checkpoint(Path(output_dir))
         self.accelerator.wait_for_everyone()
+
+
+def _listed(names: list[str]) -> str:
+    return f"the data sets {', '.join(names)}" if names else "data without a name"
 
 
 def _rank() -> int:
