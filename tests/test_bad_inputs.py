@@ -169,6 +169,7 @@ def dpr_results(file: Path, **changes: object) -> Path:
         ({"ctxs": [{"id": "p1", "text": None, "score": 1}]}, "no text under 'text'"),
         ({"ctxs": [{"id": None, "text": "a", "score": 1}]}, "no text under '_id' or 'id'"),
         ({"ctxs": [{"id": "p1", "text": "a", "score": None}]}, "None is no score"),
+        ({"ctxs": [{"id": "p1", "text": "a", "score": "1e999"}]}, "is no score; give a finite number"),
         ({"ctxs": [{"id": "p1", "text": "a", "score": 1}] * 2}, "a passage appears a second time"),
         ({"id": None}, "no text under '_id' or 'id'"),
         ({"ctxs": "p1"}, "a list of 'ctxs'"),
@@ -188,8 +189,11 @@ def test_a_query_that_appears_twice_in_a_run_is_refused(tmp_path: Path) -> None:
         read_run(file)
 
 
+ODD_SCORES = ["nan", "x", "inf", "-inf", "1_0", "9" * 5000, "1e999"]
+
+
 @pytest.mark.parametrize(
-    "line", ["q Q0 d 1 nan t", "q Q0 d one 1 t", "q Q0 d 1 x t", "q Q0 d 1 1", f"q Q0 d {'9' * 5000} 1 t", "q Q0 d ² 1 t"]
+    "line", ["q Q0 d one 1 t", "q Q0 d 1 1", f"q Q0 d {'9' * 5000} 1 t", "q Q0 d ² 1 t", *(f"q Q0 d 1 {score} t" for score in ODD_SCORES)]
 )
 def test_a_line_that_no_run_file_has(line: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 1: "):
@@ -218,6 +222,32 @@ def test_answers_that_take_long_together_are_bounded(monkeypatch: pytest.MonkeyP
     assert time.perf_counter() - began < 5
 
 
+def test_answers_of_a_run_have_a_limit_for_each_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "ALL_SECONDS", 0.3)
+    contexts = [{"id": f"p{i}", "text": f"{'a' * 18}b{i}", "score": 1} for i in range(2000)]
+    run = dpr_results(tmp_path / "r.json", answers=["(a|a)*$"], ctxs=contexts)
+    with pytest.raises(DataError, match=r"'\(a\|a\)\*\$' was not looked up with others within 0.3 s"):
+        evaluate_run(run, match="regex")
+
+
+def test_an_answer_that_calls_itself_is_refused() -> None:
+    with pytest.raises(DataError, match=r"the answer '\(\?R\)' needs more memory than there is"):
+        answers.has_answer(["(?R)"], "a text", "regex")
+
+
+def test_queries_without_answers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a run of texts, and beside one of ids; where none has answers, nothing can be judged."""
+    file = dpr_results(tmp_path / "r.json", answers=["city"])
+    write_json(file, [*read_json(file), *({**read_json(file)[0], "id": name, "answers": []} for name in ("q2", "q3"))])
+    queries = write(tmp_path / "q.jsonl", '{"_id": "q1", "text": "who?", "answers": ["city"]}\n{"_id": "q2", "text": "who?"}\n')
+    collection = write(tmp_path / "c.jsonl", '{"_id": "p1", "text": "a city in Asia"}\n')
+    for given, message in (({}, "2 of 3"), ({"queries": queries, "collection": collection}, "1 of 2")):
+        assert evaluate_run(file, **given)["metrics"]["Top@1"] == 1
+        assert capsys.readouterr().err == f"note: {message} queries have no answers and are left out of Top@k, as 'q2'\n"
+    with pytest.raises(ValueError, match="can be judged by nothing"):
+        evaluate_run(dpr_results(tmp_path / "r.json", answers=[]))
+
+
 def test_an_answer_of_millions_of_copies_is_not_compiled() -> None:
     with pytest.raises(DataError, match="asks for 900,000,000 copies of its parts; count to 10,000 at most"):
         answers.AnswerMatcher(["((((a{100}){100}){100}){10}){90}"], "regex")
@@ -243,6 +273,9 @@ def test_judgements_that_nothing_can_meet(judged: list[str], message: str, model
     ("answer", "match", "share", "message"),
     [
         (" ", "string", 1.0, "1 answers are without a word, and every passage holds them, as ' '"),
+        ("", "regex", 1.0, "1 answers match nothing at all too, and every passage holds them, as ''"),
+        ("x*", "regex", 1.0, "1 answers match nothing at all too, and every passage holds them, as 'x*'"),
+        ("^$", "regex", 0.0, ""),
         ("([", "regex", 0.0, "1 answers are no regular expressions, and no passage holds them, as '(['"),
         ("w1", "string", 1.0, ""),
     ],
