@@ -45,6 +45,7 @@ from contaccum.towers.speed import check_compiler, check_unpadded, compile_tower
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
 from contaccum.training.run_folder import (
+    FileList,
     alone_in_run,
     as_resolved_before,
     begin,
@@ -253,7 +254,7 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
 
 
 def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog, draw: Any, main: bool) -> list[TrainerCallback]:
-    watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
+    watching: list[TrainerCallback] = [log, Progress(log, config.n_total), *([FileList()] if main else [])]
     if draw is not None:
         watching.append(EpochForDraws(draw))
     if config.diagnose_every or config.drift_every:
