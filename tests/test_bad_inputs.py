@@ -297,6 +297,13 @@ def test_judged_queries_without_results_are_told(tmp_path: Path, capsys: pytest.
     assert "1 of 2 judged queries have no results and count as 0, as 'q1'" in capsys.readouterr().err
 
 
+def test_judgements_of_queries_that_are_not_there_name_one(model_folder: str, tmp_path: Path) -> None:
+    data = write_beir(tmp_path / "data", ["w1 w2", "w3"], ["w1", "w3 w4"], test=range(2))
+    (data / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nnobody\td1\t1\n")
+    with pytest.raises(DataError, match="holds none of the queries that split 'test' judges, as 'nobody'"):
+        evaluate(model_folder, data, device="cpu", progress=False)
+
+
 def test_texts_in_another_language_than_the_tokenizer_s_are_refused(model_folder: str, tmp_path: Path) -> None:
     passages = write(tmp_path / "p.tsv", "id\ttext\ttitle\n" + "".join(f"{i}\tUnbekannte Wörter {i}\tT\n" for i in range(9)))
     with pytest.raises(DataError, match="the tokenizer knows next to no word of the first 9 texts"):
@@ -378,6 +385,14 @@ def test_ids_that_are_not_those_of_the_vectors(ids: np.ndarray, tmp_path: Path) 
     write_array(folder / "shard-00000.ids.npy", ids)
     with pytest.raises(DataError, match=r"is not the file that .*manifest.json describes"):
         search(folder, queries, tmp_path / "r.trec", verify=False, progress=False)
+
+
+def test_a_passage_that_is_there_twice_is_not_found_twice(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 4)).astype("float16")
+    folders = vectors(tmp_path / "p", values, ["a", "b", "b"]), vectors(tmp_path / "q", values[:1], ["q1"])
+    with pytest.raises(DataError, match="p holds a passage of query 'q1' twice; encode again into another folder"):
+        search(*folders, tmp_path / "r.trec", verify=False, progress=False)
+    assert not (tmp_path / "r.trec").exists()
 
 
 def test_an_array_of_objects_is_not_unpickled(tmp_path: Path) -> None:
@@ -512,7 +527,7 @@ def test_bad_judgements_are_found_before_anything_is_encoded(tmp_path: Path, com
     [
         ("q1\td1\t0", "judges no passage as relevant"),
         ("q1\tnowhere\t1", "lacks 1 of 1 relevant passages, as 'nowhere'"),
-        ("nobody\td1\t1", "holds no queries"),
+        ("nobody\td1\t1", "queries.jsonl holds none of the queries that split 'test' judges, as 'nobody'"),
     ],
 )
 def test_a_test_set_that_nothing_can_meet_is_found_before_training(
@@ -554,6 +569,8 @@ def test_figures_that_cannot_be_are_not_shown(name: str, content: dict, message:
         [{"update": "x", "loss": 1.0}],
         [{"update": 1, "loss": "low"}],
         [{"update": 1, "loss": True}],
+        [{"update": 1, "loss": 1e308}],
+        [{"update": 1, "loss": 10**400}],
         [{"update": 1.5, "loss": 1.0}],
         [{"update": -1, "loss": 1.0}],
         [{"update": 2, "loss": 1.0}, {"update": 1, "loss": 1.0}],

@@ -104,7 +104,10 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "heads that do not divide": (_config(num_attention_heads=3), "cannot be loaded"),
     "an unknown type": (_config(model_type="none"), ""),
     "a broken tokenizer": (_file("tokenizer.json", lambda before: b'{"model": 7}'), "cannot be loaded"),
-    "code of its own": (_config(model_type="none", auto_map={"AutoConfig": "evil.Evil"}), ""),
+    "code of its own": (
+        _config(model_type="none", auto_map={"AutoConfig": "evil.Evil"}),
+        "it needs code of its own, which is not run here; in Python",
+    ),
     "too few vectors": (lambda folder: write_word_tokenizer([f"x{i}" for i in range(500)], folder), "but its tokenizer knows 505"),
 }
 
