@@ -169,6 +169,7 @@ def dpr_results(file: Path, **changes: object) -> Path:
         ({"ctxs": [{"id": "p1", "text": None, "score": 1}]}, "no text under 'text'"),
         ({"ctxs": [{"id": None, "text": "a", "score": 1}]}, "no text under '_id' or 'id'"),
         ({"ctxs": [{"id": "p1", "text": "a", "score": None}]}, "None is no score"),
+        ({"ctxs": [{"id": "p1", "text": "a", "score": "1e999"}]}, "is no score; give a finite number"),
         ({"ctxs": [{"id": "p1", "text": "a", "score": 1}] * 2}, "a passage appears a second time"),
         ({"id": None}, "no text under '_id' or 'id'"),
         ({"ctxs": "p1"}, "a list of 'ctxs'"),
@@ -188,8 +189,11 @@ def test_a_query_that_appears_twice_in_a_run_is_refused(tmp_path: Path) -> None:
         read_run(file)
 
 
+ODD_SCORES = ["nan", "x", "inf", "-inf", "1_0", "9" * 5000, "1e999"]
+
+
 @pytest.mark.parametrize(
-    "line", ["q Q0 d 1 nan t", "q Q0 d one 1 t", "q Q0 d 1 x t", "q Q0 d 1 1", f"q Q0 d {'9' * 5000} 1 t", "q Q0 d ² 1 t"]
+    "line", ["q Q0 d one 1 t", "q Q0 d 1 1", f"q Q0 d {'9' * 5000} 1 t", "q Q0 d ² 1 t", *(f"q Q0 d 1 {score} t" for score in ODD_SCORES)]
 )
 def test_a_line_that_no_run_file_has(line: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 1: "):
@@ -218,6 +222,32 @@ def test_answers_that_take_long_together_are_bounded(monkeypatch: pytest.MonkeyP
     assert time.perf_counter() - began < 5
 
 
+def test_answers_of_a_run_have_a_limit_for_each_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "ALL_SECONDS", 0.3)
+    contexts = [{"id": f"p{i}", "text": f"{'a' * 18}b{i}", "score": 1} for i in range(2000)]
+    run = dpr_results(tmp_path / "r.json", answers=["(a|a)*$"], ctxs=contexts)
+    with pytest.raises(DataError, match=r"'\(a\|a\)\*\$' was not looked up with others within 0.3 s"):
+        evaluate_run(run, match="regex")
+
+
+def test_an_answer_that_calls_itself_is_refused() -> None:
+    with pytest.raises(DataError, match=r"the answer '\(\?R\)' needs more memory than there is"):
+        answers.has_answer(["(?R)"], "a text", "regex")
+
+
+def test_queries_without_answers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a run of texts, and beside one of ids; where none has answers, nothing can be judged."""
+    file = dpr_results(tmp_path / "r.json", answers=["city"])
+    write_json(file, [*read_json(file), *({**read_json(file)[0], "id": name, "answers": []} for name in ("q2", "q3"))])
+    queries = write(tmp_path / "q.jsonl", '{"_id": "q1", "text": "who?", "answers": ["city"]}\n{"_id": "q2", "text": "who?"}\n')
+    collection = write(tmp_path / "c.jsonl", '{"_id": "p1", "text": "a city in Asia"}\n')
+    for given, message in (({}, "2 of 3"), ({"queries": queries, "collection": collection}, "1 of 2")):
+        assert evaluate_run(file, **given)["metrics"]["Top@1"] == 1
+        assert capsys.readouterr().err == f"note: {message} queries have no answers and are left out of Top@k, as 'q2'\n"
+    with pytest.raises(ValueError, match="can be judged by nothing"):
+        evaluate_run(dpr_results(tmp_path / "r.json", answers=[]))
+
+
 def test_an_answer_of_millions_of_copies_is_not_compiled() -> None:
     with pytest.raises(DataError, match="asks for 900,000,000 copies of its parts; count to 10,000 at most"):
         answers.AnswerMatcher(["((((a{100}){100}){100}){10}){90}"], "regex")
@@ -243,6 +273,9 @@ def test_judgements_that_nothing_can_meet(judged: list[str], message: str, model
     ("answer", "match", "share", "message"),
     [
         (" ", "string", 1.0, "1 answers are without a word, and every passage holds them, as ' '"),
+        ("", "regex", 1.0, "1 answers match nothing at all too, and every passage holds them, as ''"),
+        ("x*", "regex", 1.0, "1 answers match nothing at all too, and every passage holds them, as 'x*'"),
+        ("^$", "regex", 0.0, ""),
         ("([", "regex", 0.0, "1 answers are no regular expressions, and no passage holds them, as '(['"),
         ("w1", "string", 1.0, ""),
     ],
@@ -262,6 +295,13 @@ def test_judged_queries_without_results_are_told(tmp_path: Path, capsys: pytest.
     run = write(tmp_path / "r.trec", "q0 Q0 d0 1 9.0 t\n")
     assert evaluate_run(run, qrels=data, split="test")["metrics"]["MRR@10"] == 0.5
     assert "1 of 2 judged queries have no results and count as 0, as 'q1'" in capsys.readouterr().err
+
+
+def test_judgements_of_queries_that_are_not_there_name_one(model_folder: str, tmp_path: Path) -> None:
+    data = write_beir(tmp_path / "data", ["w1 w2", "w3"], ["w1", "w3 w4"], test=range(2))
+    (data / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nnobody\td1\t1\n")
+    with pytest.raises(DataError, match="holds none of the queries that split 'test' judges, as 'nobody'"):
+        evaluate(model_folder, data, device="cpu", progress=False)
 
 
 def test_texts_in_another_language_than_the_tokenizer_s_are_refused(model_folder: str, tmp_path: Path) -> None:
@@ -345,6 +385,14 @@ def test_ids_that_are_not_those_of_the_vectors(ids: np.ndarray, tmp_path: Path) 
     write_array(folder / "shard-00000.ids.npy", ids)
     with pytest.raises(DataError, match=r"is not the file that .*manifest.json describes"):
         search(folder, queries, tmp_path / "r.trec", verify=False, progress=False)
+
+
+def test_a_passage_that_is_there_twice_is_not_found_twice(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 4)).astype("float16")
+    folders = vectors(tmp_path / "p", values, ["a", "b", "b"]), vectors(tmp_path / "q", values[:1], ["q1"])
+    with pytest.raises(DataError, match="p holds a passage of query 'q1' twice; encode again into another folder"):
+        search(*folders, tmp_path / "r.trec", verify=False, progress=False)
+    assert not (tmp_path / "r.trec").exists()
 
 
 def test_an_array_of_objects_is_not_unpickled(tmp_path: Path) -> None:
@@ -479,7 +527,7 @@ def test_bad_judgements_are_found_before_anything_is_encoded(tmp_path: Path, com
     [
         ("q1\td1\t0", "judges no passage as relevant"),
         ("q1\tnowhere\t1", "lacks 1 of 1 relevant passages, as 'nowhere'"),
-        ("nobody\td1\t1", "holds no queries"),
+        ("nobody\td1\t1", "queries.jsonl holds none of the queries that split 'test' judges, as 'nobody'"),
     ],
 )
 def test_a_test_set_that_nothing_can_meet_is_found_before_training(
@@ -521,6 +569,8 @@ def test_figures_that_cannot_be_are_not_shown(name: str, content: dict, message:
         [{"update": "x", "loss": 1.0}],
         [{"update": 1, "loss": "low"}],
         [{"update": 1, "loss": True}],
+        [{"update": 1, "loss": 1e308}],
+        [{"update": 1, "loss": 10**400}],
         [{"update": 1.5, "loss": 1.0}],
         [{"update": -1, "loss": 1.0}],
         [{"update": 2, "loss": 1.0}, {"update": 1, "loss": 1.0}],

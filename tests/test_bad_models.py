@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from contaccum.common.errors import DataError, DivergedError
 from contaccum.memory.plan import plan
 from contaccum.methods.config import TrainConfig
 from contaccum.retrieval.device import check_device
+from contaccum.retrieval.evaluate import evaluate
 from contaccum.retrieval.model import model_on_device
 from contaccum.towers.loading import load_model
 from contaccum.towers.random_encoder import write_word_tokenizer
 from contaccum.training.run import train
-from contaccum.training.sound import UPDATES, check_learns, check_losses
+from contaccum.training.sound import UPDATES, check_learns, check_losses, tell_collapse
 from data_files import jsonl as lines
 from data_files import write
 
@@ -102,7 +104,10 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "heads that do not divide": (_config(num_attention_heads=3), "cannot be loaded"),
     "an unknown type": (_config(model_type="none"), ""),
     "a broken tokenizer": (_file("tokenizer.json", lambda before: b'{"model": 7}'), "cannot be loaded"),
-    "code of its own": (_config(model_type="none", auto_map={"AutoConfig": "evil.Evil"}), ""),
+    "code of its own": (
+        _config(model_type="none", auto_map={"AutoConfig": "evil.Evil"}),
+        "it needs code of its own, which is not run here; in Python",
+    ),
     "too few vectors": (lambda folder: write_word_tokenizer([f"x{i}" for i in range(500)], folder), "but its tokenizer knows 505"),
 }
 
@@ -294,6 +299,37 @@ def test_a_few_losses_that_are_no_numbers_end_nothing() -> None:
     for stuck, ended in (([fine, *[odd] * UPDATES], False), ([odd] * 3, True)):
         with pytest.raises(DivergedError, match=f"no loss of the last {min(UPDATES, len(stuck))} updates"):
             check_losses(stuck, ended)
+
+
+def _same_for_all(folder: Path, change: str) -> None:
+    if change == "zero weights":
+        file = folder / "model.safetensors"
+        save_file({name: torch.zeros_like(weight) for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
+    else:
+        _config(layer_norm_eps=1e30)(folder)
+
+
+@pytest.mark.parametrize("change", ["zero weights", "a large layer_norm_eps"])
+def test_a_model_that_gives_all_texts_one_vector_is_not_trained_and_told(change: str, copied: Path, jsonl, tmp_path: Path, capsys) -> None:
+    data = write_beir(tmp_path / "data", ["w1 w2", "w3"], ["w1", "w3 w4"], test=range(2))
+    evaluate(str(copied), data, device="cpu", progress=False)
+    assert "the same vector" not in capsys.readouterr().err
+    _same_for_all(copied, change)
+    with pytest.raises(DataError, match="gives the first texts the same vector, all of them; give one whose weights are whole"):
+        train(config(jsonl(16), copied))
+    assert not Path("run").exists()
+    evaluate(str(copied), data, device="cpu", progress=False)
+    said = "note: the model gives the first texts the same vector, all of them: results of a search, and metrics, mean nothing\n"
+    assert capsys.readouterr().err == said * 2  # of queries and of passages
+
+
+def test_losses_of_a_collapsed_model_are_told(capsys) -> None:
+    standing = {"loss": math.log(128), "negatives_per_query": 127}
+    for lines_ in ([standing] * (UPDATES - 1), [standing] * UPDATES + [standing | {"loss": 4.8}]):
+        tell_collapse(lines_)
+    assert capsys.readouterr().err == ""
+    tell_collapse([standing | {"loss": 4.8}] + [standing | {"loss": math.log(128) + 1e-4}] * UPDATES)
+    assert "note: the model collapsed in training: the loss of the last 10 updates is log(1 + negatives) = 4.852" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,22 +14,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import typer
 import yaml
 
-from conftest import rows
+from conftest import rows, write_beir
+from contaccum.adapters.checkpoint_folders import damage
 from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.cli import app, main
 from contaccum.common.errors import CheckpointError, is_full_disk
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import is_unused, remove_parts, scratch_for, write_jsonl, write_text
+from contaccum.common.provenance import marks_of
 from contaccum.data.prepare import prepare
+from contaccum.data.training_set import files_of
 from contaccum.experiments.cell import _trained
-from contaccum.methods.config import TrainConfig
+from contaccum.methods.config import TrainConfig, load_config
 from contaccum.retrieval.encode import encode
 from contaccum.training.run import train
+from contaccum.training.run_folder import STATES, checkpoint_to_resume
 from test_train import assert_bit_equal, final_state, options
 
 ROOT = Path(__file__).parents[1]
@@ -149,6 +154,7 @@ CRASHES: dict[str, tuple[Callable[[Path], None], int | None]] = {
         changed("checkpoints/checkpoint-6/trainer_state.json", lambda file: file.write_text('{"global_step": 9, "log_history": 5}')),
         3,
     ),
+    "a file of the model is gone": (removed("summary.json", "checkpoints/checkpoint-6/modules.json"), 3),
     "before the first checkpoint": (removed("summary.json", "model", "checkpoints"), None),
 }
 
@@ -166,6 +172,82 @@ def test_a_run_is_resumed_wherever_it_was_killed(run, name: str) -> None:
     assert (folder / "config.yaml").stat().st_mtime_ns == config  # written once
     kept = {"config.yaml", "run.json", "log.jsonl", "checkpoints", "model", "summary.json"}
     assert {path.name for path in folder.iterdir()} == kept
+
+
+@pytest.mark.parametrize("kind", ["one tower", "two towers", "adapters"])
+def test_a_checkpoint_without_one_of_its_files_is_passed_over(kind: str, jsonl, model_folder, tmp_path) -> None:
+    chosen = {"one tower": {"tied": True}, "two towers": {"tied": False}, "adapters": {"tied": True, "lora_rank": 2}}[kind]
+    arguments = options(jsonl(32), model_folder, tmp_path / "run", **chosen, epochs=1, save_every=2, checkpoints_at_end=True)
+    train(TrainConfig(**arguments))
+    checkpoint = tmp_path / "run" / "checkpoints" / "checkpoint-4"
+    for name in [file.relative_to(checkpoint) for file in checkpoint.rglob("*") if file.is_file() and file.name != "trainer_state.json"]:
+        (checkpoint / name).rename(tmp_path / "gone")
+        passed = damage(checkpoint, STATES)
+        assert passed == (None if name.name == "files.json" else f"it has no {name.as_posix()}")
+        (tmp_path / "gone").rename(checkpoint / name)
+
+
+@pytest.mark.parametrize("reason", ["it has no modules.json", "it has no rng_state_0.pth"])
+def test_a_run_none_of_whose_checkpoints_can_be_used_is_refused(run, reason: str) -> None:
+    """Damaged ones; or those of another number of processes, where nothing says how many they were."""
+    _, folder = run
+    (folder / "summary.json").unlink()
+    if "modules" in reason:
+        for checkpoint in (folder / "checkpoints").iterdir():
+            (checkpoint / "modules.json").unlink()
+    else:
+        (folder / "run.json").write_text("")
+    with pytest.raises(
+        CheckpointError, match=rf"has no complete checkpoint to resume from \(checkpoint-3: {reason}\); resume it by as many"
+    ):
+        checkpoint_to_resume(folder, load_config(folder / "config.yaml", {}), 1 if "modules" in reason else 2)
+
+
+def test_a_run_is_not_resumed_with_other_data(jsonl, model_folder, tmp_path) -> None:
+    """One that was begun before runs knew their data goes on; so does a copy of the same data."""
+    folder, data = tmp_path / "run", Path(jsonl(32))
+    arguments = options(str(data), model_folder, folder, epochs=1)
+    train(TrainConfig(**arguments))
+    (folder / "summary.json").unlink()
+    before = data.read_text()
+    data.write_text(before.replace("w1 ", "w2 "))
+    with pytest.raises(ValueError, match=rf"{data.name} of the training data has changed since {folder} was begun; bring back what it"):
+        train(TrainConfig(**arguments), resume=True)
+    data.write_text(before)
+    checkpoint_to_resume(folder, load_config(folder / "config.yaml", {}), 1)
+    data.write_text(before.replace("w1 ", "w2 "))
+    begun = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({name: value for name, value in begun.items() if name != "data"}))
+    assert train(TrainConfig(**arguments), resume=True)["updates"] == 4
+
+
+@pytest.mark.parametrize("kind", ["a folder of judgements", "a saved data set", "a saved table"])
+def test_which_files_are_the_training_data(kind: str, tmp_path) -> None:
+    """And no others, which may come and go beside them."""
+    if kind == "a folder of judgements":
+        folder = write_beir(tmp_path / "data", ["w1", "w2"], ["w1", "w2"], train=range(2), test=range(2))
+        expected = ["corpus.jsonl", "queries.jsonl", "qrels/train.tsv"]
+    else:
+        table = datasets.Dataset.from_list(rows(4))
+        folder, saved = tmp_path / "data", table if "table" in kind else datasets.DatasetDict(train=table, test=table)
+        saved.save_to_disk(folder)
+        expected = ["data-00000-of-00001.arrow" if "table" in kind else "train/data-00000-of-00001.arrow"]
+    assert [file.relative_to(folder).as_posix() for file in files_of(folder, "train")] == expected
+
+
+def test_marks_tell_large_files_apart(tmp_path) -> None:
+    """By their bytes, their ends and what lies between."""
+    size, marks = 5 * 2**20, set()
+    for content in (
+        b"a" * size,
+        b"a" * (size + 1),
+        b"b" + b"a" * (size - 1),
+        b"a" * (size - 1) + b"b",
+        b"a" * 2**21 + b"b" * (size - 2**21),
+    ):
+        (tmp_path / "file").write_bytes(content)
+        marks.add(marks_of([tmp_path / "file"], tmp_path)["file"])
+    assert len(marks) == 5
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -6,10 +6,16 @@ import ast
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import typer
+from datasets import Dataset, DatasetDict
+from sentence_transformers import SentenceTransformerTrainingArguments
 
+from conftest import rows
+from contaccum import ContAccumLoss, ContAccumTrainer
 from contaccum.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +45,50 @@ def test_python_in_documents_parses(page: Path) -> None:
     for language, code in FENCE.findall(page.read_text(encoding="utf-8")):
         if language == "python":
             ast.parse(code)
+
+
+def python_of(page: str) -> list[str]:
+    return [code for language, code in FENCE.findall((ROOT / "docs" / page).read_text(encoding="utf-8")) if language == "python"]
+
+
+def test_python_of_the_criterion_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block as it stands, with what came before it and the vectors that it speaks of."""
+    loop, call, widths = python_of("criterion.md")
+    names: dict[str, Any] = {"normalize": torch.nn.functional.normalize}
+    exec(loop, names)
+    assert "update 199 loss" in capsys.readouterr().out
+    names |= {name: torch.randn(4, 768, requires_grad=True) for name in ("queries", "positives")}
+    exec(call, names)
+    names["loss"].backward()
+    exec(widths, names)
+    names["loss"].backward()
+    assert names["queries"].grad.abs().sum() > 0
+    assert len(names["criterion"].bank) == 8  # each call's micro-batch, the one at two widths once
+
+
+def test_python_of_the_losses_runs(tiny_encoder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The script that comes first is run as a program, in test_package.py."""
+    _, data_sets, filters, count = python_of("sentence-transformers.md")
+    model = tiny_encoder(tied=True)
+    guide = tiny_encoder(tied=True, seed=1)
+    nli, qa = (Dataset.from_list([{"question": row["query"], "answer": row["positive"]} for row in rows(8, seed=i)]) for i in (0, 9))
+    args = SentenceTransformerTrainingArguments(str(tmp_path), per_device_train_batch_size=4, max_steps=3, report_to="none", use_cpu=True)
+    names: dict[str, Any] = {"model": model, "nli": nli, "qa": qa, "args": args, "DatasetDict": DatasetDict}
+    names |= {"ContAccumLoss": ContAccumLoss, "ContAccumTrainer": ContAccumTrainer, "SentenceTransformer": lambda name: guide}
+    exec(data_sets, names)
+    names["trainer"].train()
+    assert {"nli", "qa"} <= set(names["loss"].criterion.bank_names)
+    exec(filters, names)
+    names["loss"] = ContAccumLoss(model, margin=-0.1)
+    exec(count, names)
+    capsys.readouterr()
+    ContAccumTrainer(model=model, args=args, train_dataset=qa, loss=names["loss"]).train()
+    assert re.search(r"^\d+ of \d+$", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+def test_python_of_the_speed_options_runs(tiny_encoder) -> None:
+    (code,) = python_of("performance.md")
+    exec(code, {"model": tiny_encoder(tied=True)})
 
 
 def commands_of(page: Path) -> list[list[str]]:

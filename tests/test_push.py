@@ -84,6 +84,17 @@ def test_what_is_uploaded_loads_with_prompts_and_similarity(run: Path, monkeypat
     assert loaded.prompts["query"] == "find: "
 
 
+def test_where_nothing_can_be_uploaded_nothing_is_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, name: str, **options: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    with pytest.raises(ValueError, match=r"cannot be put on the hub as me/encoder \(no route to host\); check the name, the connection"):
+        push(run, "me/encoder")
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
 def test_a_run_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no finished model"):
         push(make_run(tmp_path / "run", finished=False), "me/encoder", dry_run=True)

@@ -16,6 +16,9 @@ from transformers.trainer import safe_globals  # type: ignore[attr-defined]  # o
 
 from contaccum.common.console import note
 from contaccum.common.errors import CheckpointError
+from contaccum.common.outputs import PART, write_json
+
+FILES = "files.json"  # in a checkpoint: the names of its files
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
@@ -47,16 +50,23 @@ def is_complete(checkpoint: Path) -> bool:
     )
 
 
-def last_complete_checkpoint(folder: Path, needed: Sequence[str] = ()) -> Path:
+def last_complete_checkpoint(folder: Path, needed: Sequence[str] = (), remedy: str = "start again (without --resume)") -> Path:
     """The newest checkpoint in `folder` that was written to its end, holds the files `needed` and is not damaged.
 
     Newer ones that are passed over are named.
     """
-    for checkpoint in reversed([path for path in checkpoints_in(folder) if is_complete(path)]):
+    why = ""
+    for checkpoint in reversed(complete_checkpoints(folder)):
         if (wrong := damage(checkpoint, needed)) is None:
             return checkpoint
         note(f"{checkpoint} is passed over: {wrong}")
-    raise CheckpointError(f"{folder} has no complete checkpoint to resume from; start again (without --resume)")
+        why = f" ({checkpoint.name}: {wrong})"
+    raise CheckpointError(f"{folder} has no complete checkpoint to resume from{why}; {remedy}")
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """By their numbers; what is in them may be damaged."""
+    return [path for path in checkpoints_in(folder) if is_complete(path)]
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -65,10 +75,25 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(numbered)]
 
 
+def list_files(checkpoint: Path) -> None:
+    """Remember which files it has: of a model, neither their names nor their number are known beforehand."""
+    names = sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file() and file.suffix != PART)
+    write_json(checkpoint / FILES, names)
+
+
+def _listed(checkpoint: Path) -> list[str]:
+    """What `list_files` has found there; nothing of a checkpoint without such a list."""
+    try:
+        names = json.loads((checkpoint / FILES).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a damaged list is found as any damaged JSON is
+        return []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def damage(checkpoint: Path, needed: Sequence[str] = ()) -> str | None:
     """What is wrong with the files of a checkpoint, as far as they can tell themselves: PyTorch's hold a checksum of each tensor,
     safetensors their length. None where nothing is."""
-    if missing := [name for name in needed if not (checkpoint / name).exists()]:
+    if missing := [name for name in (*needed, *_listed(checkpoint)) if not (checkpoint / name).exists()]:
         return f"it has no {missing[0]}"
     for file in sorted(checkpoint.rglob("*")):
         if (check := CHECKS.get(file.suffix)) is not None and file.is_file():

@@ -17,6 +17,7 @@ LONGEST_REASON = 300  # characters
 # What libraries say, part of it, and what it means. Their own advice is to load the objects all the same, which may run code.
 MEANING = {
     "Weights only load failed": "it holds objects that are no weights, and might run code",
+    "trust_remote_code=True": "it needs code of its own, which is not run here; in Python, load it yourself and pass what was loaded",
     "`ignore_mismatched_sizes`": "weights have other shapes than its config.json says",
 }
 

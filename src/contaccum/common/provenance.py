@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("contaccum", "torch", "sentence-transformers", "transformers", "accelerate", "datasets", "peft")
+PIECES, PIECE_BYTES = 16, 2**16  # that are read of a large file
 
 
 def provenance(seed: int | None = None) -> dict[str, Any]:
@@ -45,3 +49,21 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def marks_of(files: Iterable[Path], folder: Path) -> dict[str, str]:
+    """name below `folder` -> what tells a file from another one, also on another machine: its bytes, and a checksum of pieces of it.
+
+    A small file is read whole, of a large one `PIECES`: a training set may have many gigabytes.
+    """
+    return {file.relative_to(folder).as_posix(): _mark(file) for file in files}
+
+
+def _mark(file: Path) -> str:
+    size, digest = file.stat().st_size, hashlib.sha256()
+    last = max(0, size - PIECE_BYTES)
+    with open(file, "rb") as opened:
+        for piece in range(PIECES):
+            opened.seek(last * piece // (PIECES - 1))
+            digest.update(opened.read(PIECE_BYTES))
+    return f"{size} bytes, sha256 {digest.hexdigest()[:16]}"

@@ -46,10 +46,14 @@ def searchable(text: str, match: str = "string") -> str:
     return f" {' '.join(word.lower() for word in WORD.findall(normal))} "
 
 
-def odd_answers(answers: Iterable[str], match: str = "string") -> list[str]:
-    """Those that say nothing about a passage: without a word all hold them, and what is no regular expression none."""
-    forms = ((answer, unicodedata.normalize("NFD", answer)) for answer in answers)
-    return [answer for answer, form in forms if (_compiled(form) is None if check_match(match) == "regex" else not WORD.search(form))]
+def found_anywhere(answers: Iterable[str], match: str = "string") -> list[str]:
+    """Those that a passage without a word holds too, and so every passage."""
+    return [answer for answer in answers if AnswerMatcher([answer], match).found_in(searchable("\0", match))]
+
+
+def found_nowhere(answers: Iterable[str], match: str = "string") -> list[str]:
+    """Those that are no regular expressions, where they should be."""
+    return [a for a in answers if check_match(match) == "regex" and _compiled(unicodedata.normalize("NFD", a)) is None]
 
 
 class AnswerMatcher:
@@ -82,6 +86,11 @@ class AnswerMatcher:
                 f"the answer {answer} was not looked up {spent} {SECONDS if spent == 'within' else ALL_SECONDS:g} s in the passage that "
                 f"begins with {place}: its parts can match the same text in too many orders, as (a+)+ can; write it without repeats in "
                 "repeats, or use --match string"
+            ) from error
+        except MemoryError as error:
+            answer = shown(pattern.pattern)
+            raise DataError(
+                f"the answer {answer} needs more memory than there is, as (?R) does, which calls itself; write it without"
             ) from error
         finally:
             self.left -= time.perf_counter() - began

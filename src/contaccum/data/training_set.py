@@ -54,6 +54,18 @@ def load_training_set(path: str | Path, split: str = "train", limit: int | None 
     return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 
 
+def files_of(path: str | Path, split: str) -> list[Path]:
+    """Those whose texts `load_training_set` reads."""
+    path, names = Path(path), split.split("+")
+    if path.is_file():
+        return [path]
+    if is_beir(path):
+        patterns = ["corpus.jsonl*", "queries.jsonl*", *(f"qrels/{name}.tsv*" for name in names)]
+    else:
+        patterns = [f"{name}/*.arrow" for name in names] if (path / LISTING).is_file() else ["*.arrow"]
+    return [file for pattern in patterns for file in sorted(path.glob(pattern))]
+
+
 def as_table(columns: dict[str, list[Any]]) -> Dataset:
     """A training set from its columns; lists that are missing are empty."""
     empty: list[list[str]] = [[] for _ in columns["query"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,26 @@ def push(run: str | Path, name: str, *, private: bool = False, dry_run: bool = F
     model = folder / "model"
     if not found.trained or not (model / "modules.json").exists():
         raise DataError(f"{folder} holds no finished model; give a run folder of contaccum train")
+    api = None if dry_run else _opened(name, private)  # first: where it cannot be, nothing is written here
     card = write_card(found, model, name)
-    if not dry_run:
-        from huggingface_hub import HfApi
-
-        with readable(
-            f"the model cannot be put on the hub as {name}", "check the name, the connection and hf auth login; its card is written"
-        ):
-            api = HfApi()
-            api.create_repo(name, private=private, exist_ok=True)
+    if api is not None:
+        with _on_hub(name):
             api.upload_folder(repo_id=name, folder_path=model, commit_message="Model and card")
     return {"model": str(model), "card": str(card), "name": name, "uploaded": not dry_run}
+
+
+def _opened(name: str, private: bool) -> Any:
+    """The hub, with a place for this model."""
+    from huggingface_hub import HfApi
+
+    with _on_hub(name):
+        api = HfApi()
+        api.create_repo(name, private=private, exist_ok=True)
+    return api
+
+
+def _on_hub(name: str) -> AbstractContextManager[None]:
+    return readable(f"the model cannot be put on the hub as {name}", "check the name, the connection and hf auth login")
 
 
 def write_card(run: Run, model: Path, name: str) -> Path:

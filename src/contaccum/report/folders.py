@@ -28,6 +28,7 @@ from contaccum.methods.config import TrainConfig, typed
 Line = dict[str, Any]
 # Peaks by what measured them: the CUDA allocator, the operating system, the bank's own count. Never mixed in one table or plot.
 MEMORY = {"peak_bytes": "peak memory on the GPU", "process_peak_bytes": "peak memory of the process", "bank_bytes": "memory of the bank"}
+LARGEST = 3.5e38  # that a loss, which is a number of single precision, can be
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _log(path: Path) -> list[Line]:
     lines: list[Line] = []
     for line in _lines(path):
         update, loss = line.get("update"), line.get("loss", "")
-        if not _is_count(update) or isinstance(loss, bool) or not (loss is None or isinstance(loss, (int, float))):
+        if not _is_count(update) or not (loss is None or _is_loss(loss)):
             raise DataError(
                 f"{path} holds a line without an 'update' and a 'loss' that are numbers, {shown(line)}; is this the log of a run?"
             )
@@ -122,6 +123,13 @@ def _log(path: Path) -> list[Line]:
             raise DataError(f"{path} holds update {update} behind update {lines[-1]['update']}; is this the log of one run?")
         lines.append({**line, "loss": math.nan if loss is None else float(loss)})
     return lines
+
+
+def _is_loss(value: Any) -> bool:
+    """Perhaps NaN or infinite, but no finite number that single precision cannot hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= LARGEST or (isinstance(value, float) and not math.isfinite(value))
 
 
 def _is_count(value: Any) -> bool:

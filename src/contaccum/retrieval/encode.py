@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from contaccum.common.console import note
 from contaccum.common.errors import DataError
 from contaccum.common.lock import LOCK, alone_in
 from contaccum.common.outputs import check_output, is_unused, remove_parts, write_json
@@ -86,7 +87,6 @@ def encode(
     from tqdm import tqdm
 
     from contaccum.retrieval.model import model_on_device
-    from contaccum.towers.loading import check_words
 
     started, output = time.monotonic(), Path(output)
     _check(dtype, shard_size, max_seq_length, tokens_per_batch, precision, split, queries)
@@ -106,7 +106,7 @@ def encode(
     ):
         for number, size, shard in _shards(iter(source), shard_size, rank, world):
             if shard and not encoded:
-                check_words(loaded, [text for _, text in shard])
+                _check_texts(loaded, encoder, [text for _, text in shard])
             total, begun = total + size, time.monotonic()
             if shard and _encode_shard(encoder, shard, output, number, dtype, bar.update):
                 encoded, busy = encoded + len(shard), busy + time.monotonic() - begun
@@ -161,6 +161,15 @@ class _Source:
             check_id(key)
             count += 1
         return count
+
+
+def _check_texts(model: Any, encoder: Encoder, texts: list[str]) -> None:
+    """By the first of them: whether the model can tell texts from each other."""
+    from contaccum.towers.loading import check_words, same_vector
+
+    check_words(model, texts)
+    if same_vector(lambda some: encoder.vectors(encoder.batches(some)), texts):
+        note("the model gives the first texts the same vector, all of them: results of a search, and metrics, mean nothing")
 
 
 def _encode_shard(encoder: Any, shard: list[IdAndText], output: Path, number: int, dtype: str, advance: Callable[[int], object]) -> bool:

@@ -112,14 +112,15 @@ def _answer_flags(
 ) -> Flags | None:
     """By the given queries and collection, else by what the run itself holds; None where neither knows answers."""
     if queries is not None:
-        known = [query for query in read_queries(queries, split) if query.answers]
+        asked = read_queries(queries, split)
+        known = [query for query in asked if query.answers]
         if not known and not needed:
             return None
         if not known:
             raise DataError(f"{queries} holds no answers; give queries with answers, or --qrels")
         if collection is None:
             raise ValueError("answers are looked up in the passages' texts; give --collection")
-        _tell_odd_answers(known, match)
+        _tell_odd_answers(asked, match)
         return answer_flags(read_run(run), known, collection, match)
     return _own_flags(run, match) if bare_suffix(run) == ".json" else None
 
@@ -147,23 +148,29 @@ def answer_flags(run: Run, queries: Sequence[Query], collection: str | Path, mat
 
 
 def _own_flags(run: Path, match: str) -> Flags | None:
-    from contaccum.data.answers import has_answer
+    from contaccum.data.answers import AnswerMatcher, searchable
 
     flags: Flags = {}
-    known: list[Query] = []
+    asked: list[Query] = []
     for query, _, texts in read_dpr_results(run):
+        asked.append(query)
         if query.answers:
-            known.append(query)
-            flags[query.id] = [has_answer(query.answers, text, match) for text in texts]
-    _tell_odd_answers(known, match)
+            matcher = AnswerMatcher(query.answers, match)
+            flags[query.id] = [matcher.found_in(searchable(text, match)) for text in texts]
+    if flags:
+        _tell_odd_answers(asked, match)
     return flags or None
 
 
 def _tell_odd_answers(queries: Sequence[Query], match: str) -> None:
     """As DPR counts them, which is seldom what is meant."""
-    from contaccum.data.answers import odd_answers
+    from contaccum.data.answers import found_anywhere, found_nowhere
 
-    odd = [answer for query in queries for answer in odd_answers(query.answers, match)]
-    if odd:
-        why = "no regular expressions, and no passage holds them" if match == "regex" else "without a word, and every passage holds them"
-        note(f"{len(odd):,} answers are {why}, as {shown(odd[0])}")
+    if unknown := [query.id for query in queries if not query.answers]:
+        note(f"{len(unknown):,} of {len(queries):,} queries have no answers and are left out of Top@k, as {shown(unknown[0])}")
+    answers = [answer for query in queries for answer in query.answers]
+    if odd := found_anywhere(answers, match):
+        why = "match nothing at all too" if match == "regex" else "are without a word"
+        note(f"{len(odd):,} answers {why}, and every passage holds them, as {shown(odd[0])}")
+    if odd := found_nowhere(answers, match):
+        note(f"{len(odd):,} answers are no regular expressions, and no passage holds them, as {shown(odd[0])}")

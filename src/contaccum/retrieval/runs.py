@@ -83,13 +83,13 @@ def _trec_run(path: Path) -> Run:
 
 
 def _score(score: Any, place: str) -> float:
-    """Infinite ones are scores: a passage before or behind all others."""
+    """A number as other programs read it too: Python also takes 1_0."""
     try:
-        number = math.nan if isinstance(score, bool) else float(score)
+        number = math.nan if isinstance(score, bool) or "_" in str(score) else float(score)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if math.isnan(number):
-        raise DataError(f"{place}: {shown(score)} is no score")
+    if not math.isfinite(number):
+        raise DataError(f"{place}: {shown(score)} is no score; give a finite number")
     return number
 
 

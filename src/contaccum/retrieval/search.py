@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from contaccum.common.errors import DataError
 from contaccum.common.outputs import check_file, whole_path
 from contaccum.data.readers.collections import read_collection_of
+from contaccum.data.readers.files import shown
 from contaccum.data.readers.queries import Query, read_queries
 from contaccum.retrieval.runs import TAG, Hit, Run, read_run, write_dpr_results, write_run
-from contaccum.retrieval.shards import Vectors
+from contaccum.retrieval.shards import AGAIN, Vectors
 
 QUERIES_AT_ONCE = 16_384  # held with their results; more of them read the collection again
 
@@ -148,6 +149,8 @@ def _as_run(passages: Vectors, queries: NDArray[Any], scores: NDArray[np.float32
     ids = passages.ids_at(np.maximum(rows, 0))
     for query, *found in zip(queries, scores, rows, ids, strict=True):
         hits = [Hit(key.decode(), float(score)) for score, row, key in zip(*found, strict=True) if row >= 0]
+        if len({hit.id for hit in hits}) < len(hits):
+            raise DataError(f"{passages.folder} holds a passage of query {shown(query.decode())} twice; {AGAIN}")
         run[query.decode()] = sorted(hits, key=lambda hit: (-hit.score, hit.id))
     return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,7 @@ from contaccum.common.inputs import readable
 SIZES = {"num_hidden_layers": 10_000, "hidden_size": 1_000_000, "num_attention_heads": 10_000, "vocab_size": 100_000_000}  # at most
 SAMPLE, WORDS = 128, 64  # texts that are looked at, tokens of each
 UNKNOWN = 0.9  # of the words: with more, it is the tokenizer of another language
+FEW, ROUNDING = 8, 1e-5  # texts whose vectors are compared; of their largest value
 POSITIONS = ("position_embeddings", "wpe", "embed_positions")  # how transformers calls a table of learnt positions
 WHOLE = "give a model folder or a hub name whose files are whole"
 
@@ -117,6 +118,24 @@ def check_words(model: nn.Module, texts: Sequence[str]) -> None:
             words = list(chain.from_iterable(found))
             if words.count(module.tokenizer.unk_token_id) >= UNKNOWN * len(words):
                 raise DataError(f"the tokenizer knows next to no word of the first {len(texts)} texts; is it, or the data, the right one?")
+
+
+def check_vectors(model: SentenceTransformer, queries: Sequence[str], passages: Sequence[str]) -> None:
+    """DataError where a tower gives all of these texts the same vector, as one whose weights are 0: it could not learn."""
+    for texts, encode in ((queries, model.encode_query), (passages, model.encode_document)):
+        if same_vector(lambda some, encode=encode: encode(some, batch_size=1, show_progress_bar=False), texts):  # type: ignore[misc]
+            raise DataError(
+                "the model gives the first texts the same vector, all of them; give one whose weights are whole and can tell texts apart"
+            )
+
+
+def same_vector(encode: Callable[[list[str]], Any], texts: Sequence[str]) -> bool:
+    """Whether the first few that differ have one vector, up to rounding."""
+    different = list(dict.fromkeys(texts))[:FEW]
+    if len(different) < 2:
+        return False
+    vectors = torch.as_tensor(encode(different)).float()
+    return bool((vectors - vectors[0]).abs().max() <= ROUNDING * vectors.abs().max())
 
 
 def check_length(module: Transformer, tokens: int) -> None:

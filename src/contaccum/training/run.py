@@ -39,12 +39,13 @@ from contaccum.methods.loss import build_loss
 from contaccum.methods.table import Batches, get_method, split_update
 from contaccum.methods.towers import build_towers
 from contaccum.towers.cuda_graphs import check_graphs, graph_towers
-from contaccum.towers.loading import check_words
+from contaccum.towers.loading import check_vectors, check_words
 from contaccum.towers.lora import has_two_adapters, merge_lora
 from contaccum.towers.speed import check_compiler, check_unpadded, compile_towers, encoders, unpad_towers, unpads_by_itself
 from contaccum.training.dev import DevLog, check_metric, dev_evaluator
 from contaccum.training.diagnostics import Diagnostics
 from contaccum.training.run_folder import (
+    FileList,
     alone_in_run,
     as_resolved_before,
     begin,
@@ -54,7 +55,7 @@ from contaccum.training.run_folder import (
     remove_older,
 )
 from contaccum.training.runlog import EpochForDraws, Progress, RunLog
-from contaccum.training.sound import check_weights
+from contaccum.training.sound import check_weights, tell_collapse
 from contaccum.training.trainer_arguments import training_arguments, warm_up
 
 FIRST_ROWS = 64  # whose words the tokenizer must know
@@ -98,7 +99,9 @@ def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitS
     disable_progress_bar()  # of loading and saving weights: one bar at a time, the run's own
     set_seed(config.seed)
     model = build_towers(config)
-    check_words(model, [*dataset[:FIRST_ROWS]["query"], *dataset[:FIRST_ROWS]["positive"]])
+    first = dataset[:FIRST_ROWS]
+    check_words(model, [*first["query"], *first["positive"]])
+    check_vectors(model, first["query"], first["positive"])
     if main:
         _say_adapters(config, model)
     config = _prepare_towers(config, model)
@@ -131,6 +134,7 @@ def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitS
     summary |= {"cpu_seconds": time.process_time() - cpu_started, "threads": torch.get_num_threads()}
     if main:
         check_weights(model)
+        tell_collapse(log.written)
         if has_two_adapters(model):
             merge_lora(model)
         finish(run, model, summary, config.checkpoints_at_end)
@@ -253,7 +257,7 @@ def _data(config: TrainConfig, main: bool) -> tuple[Dataset, Any, list[str]]:
 
 
 def _callbacks(config: TrainConfig, run: Path, loss: ContAccumLoss, log: RunLog, draw: Any, main: bool) -> list[TrainerCallback]:
-    watching: list[TrainerCallback] = [log, Progress(log, config.n_total)]
+    watching: list[TrainerCallback] = [log, Progress(log, config.n_total), *([FileList()] if main else [])]
     if draw is not None:
         watching.append(EpochForDraws(draw))
     if config.diagnose_every or config.drift_every:

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import TrainerCallback
 
-from contaccum.adapters.checkpoint_folders import checkpoints_in, last_complete_checkpoint
-from contaccum.common.errors import CheckpointError, not_saved
+from contaccum.adapters.checkpoint_folders import checkpoints_in, complete_checkpoints, last_complete_checkpoint, list_files
+from contaccum.common.console import note
+from contaccum.common.errors import not_saved
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import check_output, is_unused, read_if_whole, remove_parts, whole_path, write_json, write_text
-from contaccum.common.provenance import provenance
+from contaccum.common.provenance import marks_of, provenance
+from contaccum.data.training_set import files_of
 from contaccum.methods.config import AUTO, TrainConfig, load_config
 
 STATES = ("optimizer.pt", "scheduler.pt", "contaccum_state.pt")  # of a checkpoint: without one of these a resumed run trains differently
@@ -47,7 +50,7 @@ def alone_in_run(run: Path) -> Iterator[None]:
 def begin(run: Path, config: TrainConfig, processes: int) -> None:
     """Only when nothing of the input can be refused any more is anything written."""
     refuse_used_folder(run)
-    write_json(run / "run.json", provenance(config.seed) | {"processes": processes})
+    write_json(run / "run.json", provenance(config.seed) | {"processes": processes, "data": _data_marks(config)})
     write_text(run / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
 
 
@@ -104,17 +107,40 @@ def checkpoint_to_resume(run: Path, config: TrainConfig, processes: int) -> Path
     if finished(run) is not None:
         remove_checkpoints(run, config.checkpoints_at_end)
         raise ValueError(f"{run} is finished: its model is in {run / 'model'}")
-    begun = (read_if_whole(run / "run.json") or {}).get("processes", processes)
+    known = read_if_whole(run / "run.json") or {}
+    begun = known.get("processes", processes)
     if begun != processes:
         remedy = "without torchrun" if begun == 1 else f"under torchrun --nproc-per-node {begun}"
         raise ValueError(
             f"{run} was started by {begun} process{'es' if begun > 1 else ''}, not {processes}; resume it {remedy}, or use another --output"
         )
+    _check_same_data(run, known.get("data"), _data_marks(config))
     random = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
-    try:
-        return last_complete_checkpoint(run / "checkpoints", (*STATES, *random))
-    except CheckpointError:
+    if not complete_checkpoints(folder := run / "checkpoints"):
+        note(f"{run} has no complete checkpoint: it begins again at its first update")
         return None
+    remedy = f"resume it by as many processes as began it, remove {folder} to train from the start, or use another --output"
+    return last_complete_checkpoint(folder, (*STATES, *random), remedy)
+
+
+def _data_marks(config: TrainConfig) -> dict[str, str]:
+    data = Path(config.data)
+    return marks_of(files_of(data, config.split), data.parent if data.is_file() else data)
+
+
+def _check_same_data(run: Path, before: dict[str, str] | None, now: dict[str, str]) -> None:
+    """ValueError where files have changed; older runs do not know what they were."""
+    if changed := [file for file in sorted({*(before or {}), *now}) if before is not None and before.get(file) != now.get(file)]:
+        raise ValueError(
+            f"{changed[0]} of the training data has changed since {run} was begun; bring back what it was, or use another --output"
+        )
+
+
+class FileList(TrainerCallback):
+    """Lists the files of each checkpoint before it counts as complete: one that loses a file is passed over."""
+
+    def before_checkpoint(self, folder: Path) -> None:
+        list_files(folder)
 
 
 def remove_older(checkpoint: Path, keep: int, best: str | None) -> None:

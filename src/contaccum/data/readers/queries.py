@@ -68,9 +68,11 @@ def _without_repeats(queries: Iterator[Query], path: Path) -> list[Query]:
 
 def _beir_queries(folder: Path, split: str | None) -> Iterator[Query]:
     judged = None if split is None else read_qrels(qrels_file(folder, split))
-    for key, _, text in read_entries(find(folder, "queries.jsonl")):
-        if judged is None or key in judged:
-            yield Query(key, text, [])
+    texts = find(folder, "queries.jsonl")
+    known = [Query(key, text, []) for key, _, text in read_entries(texts) if judged is None or key in judged]
+    if judged is not None and not known:
+        raise DataError(f"{texts} holds none of the queries that split {split!r} judges, as {shown(next(iter(judged)))}")
+    yield from known
 
 
 def _prepared_queries(folder: Path, split: str | None) -> Iterator[Query]:
