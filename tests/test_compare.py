@@ -31,6 +31,7 @@ from contaccum.common.errors import DataError, FailedRunsError
 from contaccum.comparison.compare import BEFORE, WORDS
 from contaccum.comparison.sizing import Sizes, Speed, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared
+from contaccum.comparison.start import start_of
 from contaccum.data.readers.beir import read_qrels, read_texts
 from contaccum.data.training_set import load_training_set
 from contaccum.report.folders import read_run_folder
@@ -138,7 +139,7 @@ def test_the_winner_is_trained_on_everything(finished: tuple[Path, Any, list[str
     folder, found, _ = finished
     options = dict(found.summary.rows[2].config) | {"method": "contaccum"}
     kept = {name: options[name] for name in ("model", "method", "tied", "pooling", "similarity", "n_total", "n_local", "epochs", "lr")}
-    words = command(Prepared(str(folder / "out" / "data"), 1, 1, 1), None, kept | {"max_seq_length": 16}, tmp_path / "final").split()
+    words = command(Prepared(str(folder / "out" / "data"), 1, 1, 1), kept | {"max_seq_length": 16}, tmp_path / "final").split()
     result = CliRunner().invoke(app, words[1:])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["updates"] == -(-300 // 16)
@@ -387,6 +388,105 @@ def test_a_seed_given_twice_is_one_run(model_folder: str, tmp_path: Path, monkey
     with pytest.raises(FailedRunsError):
         compare(table(tmp_path), model=model_folder, output=tmp_path / "out", **OPTIONS, seeds=[3, 3], say=lambda line: None)
     assert len(set(names)) == len(names)
+
+
+def saved(folder: Path, model_folder: str, *others: Any, tokens: int = 24, **told: Any) -> str:
+    """A SentenceTransformer of a Transformer and these modules."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Transformer
+
+    transformer = Transformer(model_folder)
+    transformer.max_seq_length = tokens
+    SentenceTransformer(modules=[transformer, *others], device="cpu", **told).save_pretrained(str(folder))
+    return str(folder)
+
+
+def cells_of(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> dict[str, dict[str, Any]]:
+    """Fields of each run that `compare` would do, by name."""
+    cells = list[Any]()
+    monkeypatch.setattr("contaccum.comparison.compare._run", lambda given, *_: cells.extend(given) or [cell.name for cell in given])
+    with pytest.raises(FailedRunsError):
+        compare(*args, **options)
+    return {cell.group: cell.options for cell in cells}
+
+
+def test_the_model_of_every_run_is_the_one_that_was_given(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules, prompts, similarity and length: before training it has its own vectors."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Pooling
+
+    from contaccum.comparison.outcome import command
+    from contaccum.experiments.baselines import untrained_model
+
+    told = {"prompts": {"query": "w1 w2: ", "document": "w3: "}, "similarity_fn_name": "dot"}
+    model, lines = saved(tmp_path / "own", model_folder, Pooling(16, pooling_mode="max"), Dense(16, 8), **told), list[str]()
+    given = {name: value for name, value in OPTIONS.items() if name != "max_seq_length"}
+    cells = cells_of(monkeypatch, table(tmp_path, 120), model=model, output=tmp_path / "out", **given, say=lines.append)
+    (line,) = (line for line in lines if line.startswith("every method: "))
+    assert "24 tokens of a text" in line
+    assert line.endswith(
+        "own modules (Transformer, Pooling by max, Dense), dot product, queries begin with 'w1 w2: ', passages begin with 'w3: '"
+    )
+    fields = {"pooling": "own", "similarity": "dot", "max_seq_length": 24, "query_prompt": "w1 w2: ", "passage_prompt": "w3: "}
+    for name in ("gradaccum", "gradcache", "contaccum", BEFORE):
+        assert {field: cells[name][field] for field in fields} == fields
+    shown = command(Prepared("data", 1, 1, 1), cells["contaccum"], tmp_path / "final")
+    assert "--pooling own --n-total" in shown, "dot product is the default of train"
+    assert "--passage-prompt 'w3: ' --query-prompt 'w1 w2: '" in shown
+    before, itself = untrained_model(cells[BEFORE], "cpu"), SentenceTransformer(model, device="cpu")
+    texts = ["w1 w5 w9", "w7"]
+    assert before.encode_query(texts) == pytest.approx(itself.encode_query(texts), abs=1e-6)
+    assert before.encode_document(texts) == pytest.approx(itself.encode_document(texts), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told", "expected", "words"),
+    [
+        (["mean"], {}, {"pooling": "mean", "similarity": "cosine", "tied": True}, ""),
+        (["cls", "normalize"], {}, {"pooling": "cls", "similarity": "cosine", "tied": True}, ", cls pooling"),
+        (["mean", "normalize"], {"similarity_fn_name": "dot"}, {"pooling": "mean", "similarity": "cosine", "tied": True}, ""),
+        (["mean"], {"similarity_fn_name": "dot"}, {"pooling": "mean", "similarity": "dot", "tied": True}, ", dot product"),
+        (["max"], {}, {"pooling": "own", "similarity": "cosine", "tied": True}, ", own modules (Transformer, Pooling by max)"),
+        (
+            ["mean"],
+            {"prompts": {"query": "w1 ", "document": "w2 "}},
+            {"pooling": "mean", "similarity": "cosine", "tied": True, "query_prompt": "w1 ", "passage_prompt": "w2 "},
+            ", queries begin with 'w1 ', passages begin with 'w2 '",
+        ),
+        (["no prompt"], {}, {"pooling": "mean", "similarity": "cosine", "tied": True, "include_prompt": False}, ", prompts are not pooled"),
+    ],
+)
+def test_what_a_model_is_saved_with(
+    kinds: list[str], told: dict[str, Any], expected: dict[str, Any], words: str, model_folder: str, tmp_path: Path
+) -> None:
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+
+    modules = {"normalize": Normalize(), "no prompt": Pooling(16, pooling_mode="mean", include_prompt=False)}
+    others = [modules.get(kind) or Pooling(16, pooling_mode=kind) for kind in kinds]
+    model = saved(tmp_path / "model", model_folder, *others, **told)
+    found = start_of(model, tmp_path / "start.json")
+    assert found.fields == expected
+    assert found.tokens == 24
+    assert found.in_words(found.fields) == words
+    shutil.rmtree(model)
+    assert start_of(model, tmp_path / "start.json") == found, "it is looked at once"
+
+
+def test_what_is_said_of_the_model_is_overridden_by_settings(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    model = saved(tmp_path / "model", model_folder, Pooling(16, pooling_mode="max"), prompts={"query": "w1 "})
+    settings, options = {"pooling": "cls", "query_prompt": None}, {"model": model, "output": tmp_path / "out", "say": lambda line: None}
+    cells = cells_of(monkeypatch, table(tmp_path, 120), **OPTIONS, **options, settings=settings)
+    assert [(cells[name]["pooling"], cells[name]["query_prompt"]) for name in ("contaccum", BEFORE)] == [("cls", None)] * 2
+
+
+def test_two_towers_start_as_two(model_folder: str, tmp_path: Path) -> None:
+    from contaccum import dual_encoder
+
+    dual_encoder(model_folder, pooling="cls").save_pretrained(str(tmp_path / "two"))
+    assert start_of(str(tmp_path / "two"), tmp_path / "start.json").fields == {"pooling": "cls", "similarity": "dot", "tied": False}
+    assert start_of(model_folder, tmp_path / "plain.json").fields == {"pooling": "mean"}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """`compare`: which method to train with on your own data, by how much, how sure, and at what cost.
 
-OUTPUT holds `request.json` (what was asked; another request is refused), `data/`, `sizes.json`, `cells/NAME/` (a run each), and in the
-end `report.html`, `report-plots/`, `results.json` and `table.md`. Run again, what is finished is not repeated, and what was interrupted
-goes on.
+OUTPUT holds `request.json` (what was asked; another request is refused), `data/`, `start.json` (what the model is saved with),
+`sizes.json`, `cells/NAME/` (a run each), and in the end `report.html`, `report-plots/`, `results.json` and `table.md`. Run again, what is
+finished is not repeated, and what was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from contaccum.common.errors import FailedRunsError, has_no_room
-from contaccum.common.inputs import read_object
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, read_json, remove_parts, write_json
 from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared, smaller_collection
+from contaccum.comparison.start import Start, start_of
 from contaccum.comparison.watch import Work, run_all
 from contaccum.experiments.datasets import Ready
 from contaccum.experiments.grid import Cell, with_seeds
@@ -33,7 +33,6 @@ from contaccum.methods.table import get_method, split_update
 if TYPE_CHECKING:
     from contaccum.report.summary import Summary
 
-WHOLE = "give a model folder or a hub name whose files are whole"
 METHODS = ("gradaccum", "gradcache", "contaccum")
 METRICS = ("MRR@10", "NDCG@10", "Recall@1", "Recall@20", "Recall@100")
 BEFORE, WORDS = "before training", "BM25"
@@ -132,10 +131,12 @@ def compare(
             found = prepared(data, folder / "data", columns, subset)
             for line in found.lines:
                 tell(line)
-            base["pooling"] = base.get("pooling") or pooling_of(model)
-            size = _sizes(folder, found, base, [options["method"] for options in chosen.values()], len(seeds), asked)
+            start = start_of(base["model"], folder / "start.json")
+            base = {**base, **start.fields, **(settings or {})}
+            size = _sizes(folder, found, base, start, [options["method"] for options in chosen.values()], len(seeds), asked)
             base["max_seq_length"] = size.tokens
-            training = described(size, found, str(model), base["lr"], memory)
+            training = described(size, found, str(model), start.in_words(base), base["lr"], memory)
+            training += [f"note: {start.remark}"] if start.remark else []
             for line in training:
                 tell(line)
             options = {name: {**base, **_schedule(size, found), **own} for name, own in chosen.items()}
@@ -168,7 +169,7 @@ def _named(place: str | Path) -> str:
 
 
 def _base(model: str, memory: str | None, lr: float | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Fields of every run. Pooling is the model's own."""
+    """Fields of every run; what the model is saved with comes beside them."""
     base = {name: value for name, value in recipe("st").items() if name not in ("pooling", "epochs")}
     given = {name: value for name, value in {"model": _named(model), "lr": lr, "memory": memory}.items() if value is not None}
     return {**base, **given, **settings}
@@ -240,28 +241,17 @@ def _gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _tokens(model: str) -> int:
+def _tokens(model: str, start: Start) -> int:
     """The model's own limit, where it has one, but no more than is usual."""
-    from sentence_transformers.util import load_file_path
-
     from contaccum.memory.prediction.towers import longest
 
     most = longest(model, None, 256 if _gpu() else 128)
-    own = load_file_path(str(model), "sentence_bert_config.json")
-    return min(most, (read_object(own, WHOLE).get("max_seq_length") or most) if own else most)
+    return min(most, start.tokens or most)
 
 
-def pooling_of(model: str) -> str:
-    """As the model folder says; mean where it says nothing."""
-    from sentence_transformers.util import load_file_path
-
-    known = load_file_path(str(model), "1_Pooling/config.json")
-    stored = read_object(known, WHOLE) if known else {}
-    names = {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}
-    return next((name for name, flag in names.items() if stored.get(flag) or stored.get("pooling_mode") == name), "mean")
-
-
-def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequence[str], seeds: int, asked: dict[str, Any]) -> Sizes:
+def _sizes(
+    folder: Path, found: Prepared, base: dict[str, Any], start: Start, methods: Sequence[str], seeds: int, asked: dict[str, Any]
+) -> Sizes:
     """Decided once: a comparison that goes on has the same."""
     file = folder / "sizes.json"
     if (stored := read_if_whole(file)) is not None:
@@ -270,7 +260,7 @@ def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequenc
     from contaccum.experiments.baselines import untrained_model
     from contaccum.towers.loading import check_words
 
-    minutes, tokens = asked["minutes"], asked["max_seq_length"] or _tokens(base["model"])
+    minutes, tokens = asked["minutes"], asked["max_seq_length"] or _tokens(base["model"], start)
     # Whatever is wrong with it is found before anything is trained. A GPU is left to the runs.
     model = untrained_model({**base, "max_seq_length": tokens}, "cpu")
     check_words(model, load_training_set(found.folder, "train", FIRST_ROWS)["query"][:])

@@ -158,12 +158,12 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def described(size: Sizes, data: Prepared, model: str, lr: float, memory: str | None) -> list[str]:
-    """For the user: what is trained how, and what is left out."""
+def described(size: Sizes, data: Prepared, model: str, unusual: str, lr: float, memory: str | None) -> list[str]:
+    """For the user: what is trained how, and what is left out. `unusual`: of the model."""
     rows, local = min(data.rows, size.limit or data.rows), f"what fits in {memory}" if size.n_local == 0 else str(size.n_local)
     lines = [
         f"every method: {model}, {rows:,} rows x {size.epochs:g} epoch{'s' if size.epochs != 1 else ''}, "
-        f"{size.n_total} samples an update, {local} of them in memory at once, {size.tokens} tokens of a text, lr {lr:g}"
+        f"{size.n_total} samples an update, {local} of them in memory at once, {size.tokens} tokens of a text, lr {lr:g}{unusual}"
     ]
     if rows < data.rows:
         lines.append(f"note: {rows:,} of {data.rows:,} rows, a random part, so that it ends in time; --minutes allows more, 0 all")
