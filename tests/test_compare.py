@@ -29,7 +29,7 @@ from contaccum import compare
 from contaccum.cli import app
 from contaccum.common.errors import DataError, FailedRunsError
 from contaccum.comparison.compare import BEFORE, WORDS
-from contaccum.comparison.sizing import Sizes, Speed, sizes
+from contaccum.comparison.sizing import Sizes, Speed, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared
 from contaccum.comparison.start import start_of
 from contaccum.data.readers.beir import read_qrels, read_texts
@@ -339,7 +339,16 @@ def chosen(data: Prepared, seconds_per_text: float, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         "contaccum.comparison.sizing._probe", lambda *_: Speed(6 * seconds_per_text, 2 * seconds_per_text, seconds_per_text)
     )
-    given = {"n_total": None, "n_local": None, "epochs": None, "tokens": 128, "fixed_tokens": False, "minutes": 10.0, **options}
+    given = {
+        "n_total": None,
+        "n_local": None,
+        "epochs": None,
+        "tokens": 128,
+        "full_tokens": 256,
+        "fixed_tokens": False,
+        "minutes": 10.0,
+        **options,
+    }
     return sizes(data, None, ["gradaccum", "gradcache", "contaccum"], 1, **given)
 
 
@@ -367,6 +376,53 @@ def test_sizes_fit_the_rows_and_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 1000 <= slow.limit < 10_000
     assert chosen(fake(1_000_000), 0.02, monkeypatch, minutes=None).limit is None
     assert slow.limit < chosen(fake(1_000_000), 0.02, monkeypatch, minutes=60.0).limit
+
+
+def test_what_is_cut_for_time_is_said_and_is_whole_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def notes(size: Sizes) -> list[str]:
+        return [line for line in described(size, fake(300), "m", "", 2e-5, None) if "as a CPU is slow" in line]
+
+    slow = chosen(fake(300), 1.0, monkeypatch)
+    assert (slow.epochs, slow.full_epochs, slow.tokens, slow.full_tokens) == (1.0, 3.0, 64, 256)
+    assert notes(slow) == [
+        "note: 1 epoch instead of 3 and 64 tokens of a text instead of 256, as a CPU is slow; the command at the end trains with 3 and 256"
+    ]
+    quick = chosen(fake(300), 1e-4, monkeypatch)
+    assert notes(quick) == ["note: 128 tokens of a text instead of 256, as a CPU is slow; the command at the end trains with 256"]
+    assert not notes(chosen(fake(300), 1e-4, monkeypatch, tokens=256))
+
+
+def test_the_command_at_the_end_is_not_cut(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict[str, Any]()
+    monkeypatch.setattr("contaccum.comparison.sizing.SHORT", 16)
+    monkeypatch.setattr("contaccum.comparison.sizing._probe", lambda *_: Speed(6.0, 2.0, 1.0))
+    monkeypatch.setattr("contaccum.comparison.sizing.FEWEST_ROWS", 32)
+    monkeypatch.setattr("contaccum.comparison.compare._run", lambda *_: [])
+    monkeypatch.setattr("contaccum.comparison.outcome.outcome", lambda folder, runs, options, *_: given.update(options))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    configurations = {"one": {"method": "contaccum"}, "other": {"method": "contaccum", "epochs": 2.0}}
+    compare(table(tmp_path, 120), model=model_folder, output=tmp_path / "out", configurations=configurations, say=lambda line: None)
+    sizes = json.loads((tmp_path / "out" / "sizes.json").read_text())
+    assert (sizes["epochs"], sizes["tokens"]) == (1.0, 16), "the time is short"
+    assert [(given[name]["epochs"], given[name]["max_seq_length"]) for name in ("one", "other")] == [(3.0, 64), (2.0, 64)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_local", "n_total"), [(4300, 64, 128), (4300, 12, 36), (300, 5, 15), (300, 8, 16), (300, 200, 200), (16, 6, 12), (40, 1, 16)]
+)
+def test_samples_of_an_update_are_a_multiple_of_those_in_memory(
+    rows: int, n_local: int, n_total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = chosen(fake(rows), 1e-4, monkeypatch, n_local=n_local)
+    assert (size.n_total, size.n_local) == (n_total, n_local)
+
+
+def test_more_samples_in_memory_than_rows_are_refused(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="n_local=500 is more than the 102 rows to train on; use at most that many"):
+        compare(table(tmp_path, 120), model=model_folder, output=tmp_path / "out", n_local=500, say=lambda line: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_three_runs_on_two_cores_take_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +467,7 @@ def cells_of(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> dic
 
 
 def test_the_model_of_every_run_is_the_one_that_was_given(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules, prompts, similarity and length: before training it has its own vectors."""
+    """Its modules, prompts, similarity and length: before training it has its own vectors. Nothing is drawn while it is loaded."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 
@@ -476,9 +532,29 @@ def test_what_is_said_of_the_model_is_overridden_by_settings(model_folder: str, 
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     model = saved(tmp_path / "model", model_folder, Pooling(16, pooling_mode="max"), prompts={"query": "w1 "})
-    settings, options = {"pooling": "cls", "query_prompt": None}, {"model": model, "output": tmp_path / "out", "say": lambda line: None}
-    cells = cells_of(monkeypatch, table(tmp_path, 120), **OPTIONS, **options, settings=settings)
+    settings, options = (
+        {"pooling": "cls", "query_prompt": None, "epochs": 2},
+        {"model": model, "output": tmp_path / "out", "say": lambda line: None},
+    )
+    given = {name: value for name, value in OPTIONS.items() if name != "epochs"}
+    cells = cells_of(monkeypatch, table(tmp_path, 120), **given, **options, settings=settings)
     assert [(cells[name]["pooling"], cells[name]["query_prompt"]) for name in ("contaccum", BEFORE)] == [("cls", None)] * 2
+    assert cells["contaccum"]["epochs"] == 2
+
+
+def test_no_bar_is_drawn_in_python_and_the_caller_s_setting_stays(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    file = table(tmp_path, 120)
+    cells_of(monkeypatch, file, model=model_folder, output=tmp_path / "out", **OPTIONS, say=lambda line: None)
+    assert "Loading weights" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    cells_of(monkeypatch, file, model=model_folder, output=tmp_path / "again", **OPTIONS, say=lambda line: None)
+    assert not logging.is_progress_bar_enabled()
 
 
 def test_two_towers_start_as_two(model_folder: str, tmp_path: Path) -> None:

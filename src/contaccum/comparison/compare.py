@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contaccum.common.console import without_loading_bars
 from contaccum.common.errors import FailedRunsError, has_no_room
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, read_json, remove_parts, write_json
-from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, described, sizes
+from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, check_rows, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared, smaller_collection
 from contaccum.comparison.start import Start, start_of
 from contaccum.comparison.watch import Work, run_all
@@ -116,23 +117,25 @@ def compare(
     Also judged are the model before training and BM25. The result holds what the page shows. In Python, `settings` are further fields of
     a training configuration for all methods, and `configurations` (name -> fields) replace `methods`.
     """
-    tell, seeds = say or _to_stderr, list(dict.fromkeys(seeds))
+    tell, seeds, settings = say or _to_stderr, list(dict.fromkeys(seeds)), settings or {}
     chosen = configurations or {name: {"method": name} for name in methods}
-    base = _base(model, memory, lr, settings or {})
+    base = _base(model, memory, lr, settings)
     request = {"data": _named(data), "model": _named(model), "seeds": list(seeds), "configurations": chosen, "base": base, "subset": subset}
-    asked = {"n_total": n_total, "n_local": n_local, "epochs": epochs, "max_seq_length": max_seq_length, "minutes": minutes}
+    asked: dict[str, Any] = {"n_total": n_total, "n_local": n_local, "epochs": epochs, "max_seq_length": max_seq_length, "minutes": minutes}
+    asked |= {name: settings[name] for name in asked if asked[name] is None and name in settings}
     columns = Columns(query_column, positive_column, tuple(negative_column))
     if not str(data):
         raise ValueError("no data to compare on: give a file, a folder or the name of a data set on the hub")
     _check(chosen, base, asked, memory, seeds)
     folder = Path(output)
-    with alone_in(folder):
+    with alone_in(folder), without_loading_bars():
         with _claimed(folder, {**request, **asked, "columns": asdict(columns)}):
             found = prepared(data, folder / "data", columns, subset)
             for line in found.lines:
                 tell(line)
+            check_rows(found.rows, asked["n_total"], asked["n_local"])
             start = start_of(base["model"], folder / "start.json")
-            base = {**base, **start.fields, **(settings or {})}
+            base = {**base, **start.fields, **settings}
             size = _sizes(folder, found, base, start, [options["method"] for options in chosen.values()], len(seeds), asked)
             base["max_seq_length"] = size.tokens
             training = described(size, found, str(model), start.in_words(base), base["lr"], memory)
@@ -150,7 +153,9 @@ def compare(
         runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
         intro = _introduction(chosen) if introduction is None else introduction
         about = [f"{data}: {found.lines[-1]}", *(line.removeprefix("note: ") for line in training if not line.startswith("expected"))]
-        return outcome(folder, runs, options, found, size, failed, title, intro, about)
+        whole = {"epochs": size.full_epochs, "max_seq_length": size.full_tokens}
+        final = {name: {**own, **whole, **chosen[name]} for name, own in options.items()}
+        return outcome(folder, runs, final, found, failed, title, intro, about)
 
 
 def _introduction(chosen: dict[str, dict[str, Any]]) -> str:
@@ -186,7 +191,7 @@ def _check(chosen: dict[str, Any], base: dict[str, Any], asked: dict[str, Any], 
         raise ValueError(f"minutes={minutes} must be 0 (no limit) or more")
     given = {name: value for name, value in asked.items() if value is not None and name != "minutes"}
     for name, value in given.items():
-        if not value > 0:
+        if not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"{name}={value} must be above 0; leave it out for what fits the data")
     if memory is not None and not _gpu():
         raise ValueError(f"memory={memory} is a GPU's, and there is none here; leave it out, or give --n-local")
@@ -245,7 +250,7 @@ def _tokens(model: str, start: Start) -> int:
     """The model's own limit, where it has one, but no more than is usual."""
     from contaccum.memory.prediction.towers import longest
 
-    most = longest(model, None, 256 if _gpu() else 128)
+    most = longest(model, None, 256)
     return min(most, start.tokens or most)
 
 
@@ -260,7 +265,8 @@ def _sizes(
     from contaccum.experiments.baselines import untrained_model
     from contaccum.towers.loading import check_words
 
-    minutes, tokens = asked["minutes"], asked["max_seq_length"] or _tokens(base["model"], start)
+    minutes, full_tokens = asked["minutes"], asked["max_seq_length"] or _tokens(base["model"], start)
+    tokens = asked["max_seq_length"] or min(full_tokens, 256 if _gpu() else 128)
     # Whatever is wrong with it is found before anything is trained. A GPU is left to the runs.
     model = untrained_model({**base, "max_seq_length": tokens}, "cpu")
     check_words(model, load_training_set(found.folder, "train", FIRST_ROWS)["query"][:])
@@ -273,6 +279,7 @@ def _sizes(
         n_local=0 if asked["n_local"] is None and base.get("memory") else asked["n_local"],
         epochs=asked["epochs"],
         tokens=tokens,
+        full_tokens=full_tokens,
         fixed_tokens=asked["max_seq_length"] is not None,
         minutes=CPU_MINUTES if minutes is None else minutes or None,
     )

@@ -10,7 +10,6 @@ from contaccum.common.errors import FailedRunsError
 from contaccum.common.options import as_options
 from contaccum.common.provenance import provenance
 from contaccum.comparison.compare import BEFORE, METRICS, WORDS, Comparison
-from contaccum.comparison.sizing import Sizes
 from contaccum.comparison.source import Prepared
 from contaccum.methods.config import TrainConfig
 from contaccum.report.build import report
@@ -28,13 +27,13 @@ def outcome(
     runs: Mapping[str, tuple[str, Path]],
     options: Mapping[str, dict[str, Any]],
     data: Prepared,
-    sizes: Sizes,
     failed: list[str],
     title: str,
     introduction: str,
     training: list[str],
 ) -> Comparison:
-    """`runs`: cell -> (method as the table shows it, run folder); `options`: method -> fields of its training; `training`: it in words."""
+    """`runs`: cell -> (method as the table shows it, run folder); `options`: method -> fields to train it with on everything; `training`:
+    what was trained, in words."""
     if not runs:
         raise FailedRunsError(f"no run came to its end; why is in cell.log in {folder / 'cells'}")
     answered: list[Answer] = []
