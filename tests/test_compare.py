@@ -32,6 +32,7 @@ from contaccum.comparison.compare import BEFORE, WORDS
 from contaccum.comparison.sizing import Sizes, Speed, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared
 from contaccum.comparison.start import start_of
+from contaccum.comparison.watch import Watch, Work
 from contaccum.data.readers.beir import read_qrels, read_texts
 from contaccum.data.training_set import load_training_set
 from contaccum.report.folders import read_run_folder
@@ -493,6 +494,45 @@ def test_the_model_of_every_run_is_the_one_that_was_given(model_folder: str, tmp
     texts = ["w1 w5 w9", "w7"]
     assert before.encode_query(texts) == pytest.approx(itself.encode_query(texts), abs=1e-6)
     assert before.encode_document(texts) == pytest.approx(itself.encode_document(texts), abs=1e-6)
+
+
+def interrupted(folder: Path, updates: int, checkpoint: int | None = None, finished: bool = False) -> Work:
+    run = folder / "run"
+    run.mkdir(parents=True)
+    log(run, updates)
+    if checkpoint is not None:
+        saved = run / "checkpoints" / f"checkpoint-{checkpoint}"
+        saved.mkdir(parents=True)
+        (saved / "trainer_state.json").write_text(json.dumps({"global_step": checkpoint, "log_history": []}))
+    if finished:
+        (run / "summary.json").write_text("{}")
+    return Work(folder.name, folder, 100)
+
+
+def log(run: Path, updates: int) -> None:
+    (run / "log.jsonl").write_text("".join(json.dumps({"update": i, "loss": 1.0}) + "\n" for i in range(1, updates + 1)))
+
+
+def test_the_bar_goes_on_where_the_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates before the newest checkpoint are done; those after it, and all of a run without one, are done again."""
+    begun = list[dict[str, Any]]()
+    bar = SimpleNamespace(disable=True, close=lambda: None, n=0, set_postfix_str=lambda text, refresh: None)
+    monkeypatch.setattr("tqdm.tqdm", lambda **options: begun.append(options) or bar)
+    work = [
+        interrupted(tmp_path / "saved", 70, checkpoint=60),
+        interrupted(tmp_path / "unsaved", 40),
+        interrupted(tmp_path / "trained", 100, finished=True),
+        Work("new", tmp_path / "new", 100),
+    ]
+    watch = Watch(work, 8)
+    with watch:
+        assert (begun[0]["initial"], begun[0]["total"]) == (160, 400)
+        assert [len(watch.lines(one)) for one in work] == [60, 0, 100, 0]
+        for one, updates in zip(work, (65, 3, 100, 2), strict=True):
+            (one.folder / "run").mkdir(parents=True, exist_ok=True)
+            if one.name != "trained":
+                log(one.folder / "run", updates)
+        assert [len(watch.lines(one)) for one in work] == [65, 3, 100, 2]
 
 
 @pytest.mark.parametrize(
