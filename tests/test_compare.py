@@ -258,6 +258,16 @@ class TestSource:
         assert set(load_training_set(data.folder, "test")["query"]) == {f"query {i}" for i in range(60, 80)}
         assert (data.rows, data.queries, data.passages) == (57, 20, 90)  # 3 for the curve; ten passages belong to no row
 
+    def test_few_queries_are_few_however_many_rows_they_have(self, tmp_path: Path) -> None:
+        queries, passages = [f"query {i}" for i in range(60)], [f"text {i}" for i in range(120)]
+        data = write_beir(tmp_path / "beir", queries, passages, train=range(40))
+        judged = "".join(f"q{i}\td{doc}\t1\n" for i in range(40, 60) for doc in (i, i + 20, i + 40, i + 60))
+        (data / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+        found = prepared(data, tmp_path / "data", Columns())
+        assert len(load_training_set(found.folder, "test")) == 80
+        assert "note: 20 test queries are few: only large differences will show" in found.lines
+        assert found.lines[-1].endswith("20 test queries, 120 passages to search")
+
     @pytest.mark.parametrize(
         ("lines", "message"),
         [

@@ -17,7 +17,7 @@ from contaccum.comparison.outcome import answer_of, recommended
 from contaccum.report.folders import read_run_folder
 from contaccum.report.rows import rows_of
 from contaccum.report.summary import Summary, summarise
-from contaccum.report.tables import summary_table
+from contaccum.report.tables import legend, summary_table
 from contaccum.report.terminal import show
 from report_runs import make_data, make_run, rank_and_judge
 
@@ -116,6 +116,8 @@ def test_equal_figures_have_the_same_mark_where_a_baseline_is_best(tmp_path: Pat
     assert words.best
     assert first.text == second.text
     assert (first.alike, second.alike) == (False, False)
+    assert "That itself, what equals it as shown, and what is bold have no mark." in legend(summary)
+    assert "Of other equal figures one may have it and one not: the test goes query by query." in legend(summary)
 
 
 @pytest.mark.parametrize(("width", "shown"), [(200, True), (60, False)])
