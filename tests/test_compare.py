@@ -29,8 +29,10 @@ from contaccum import compare
 from contaccum.cli import app
 from contaccum.common.errors import DataError, FailedRunsError
 from contaccum.comparison.compare import BEFORE, WORDS
-from contaccum.comparison.sizing import Sizes, Speed, sizes
+from contaccum.comparison.sizing import Sizes, Speed, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared
+from contaccum.comparison.start import start_of
+from contaccum.comparison.watch import Watch, Work
 from contaccum.data.readers.beir import read_qrels, read_texts
 from contaccum.data.training_set import load_training_set
 from contaccum.report.folders import read_run_folder
@@ -138,7 +140,7 @@ def test_the_winner_is_trained_on_everything(finished: tuple[Path, Any, list[str
     folder, found, _ = finished
     options = dict(found.summary.rows[2].config) | {"method": "contaccum"}
     kept = {name: options[name] for name in ("model", "method", "tied", "pooling", "similarity", "n_total", "n_local", "epochs", "lr")}
-    words = command(Prepared(str(folder / "out" / "data"), 1, 1, 1), None, kept | {"max_seq_length": 16}, tmp_path / "final").split()
+    words = command(Prepared(str(folder / "out" / "data"), 1, 1, 1), kept | {"max_seq_length": 16}, tmp_path / "final").split()
     result = CliRunner().invoke(app, words[1:])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["updates"] == -(-300 // 16)
@@ -256,6 +258,16 @@ class TestSource:
         assert set(load_training_set(data.folder, "test")["query"]) == {f"query {i}" for i in range(60, 80)}
         assert (data.rows, data.queries, data.passages) == (57, 20, 90)  # 3 for the curve; ten passages belong to no row
 
+    def test_few_queries_are_few_however_many_rows_they_have(self, tmp_path: Path) -> None:
+        queries, passages = [f"query {i}" for i in range(60)], [f"text {i}" for i in range(120)]
+        data = write_beir(tmp_path / "beir", queries, passages, train=range(40))
+        judged = "".join(f"q{i}\td{doc}\t1\n" for i in range(40, 60) for doc in (i, i + 20, i + 40, i + 60))
+        (data / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + judged)
+        found = prepared(data, tmp_path / "data", Columns())
+        assert len(load_training_set(found.folder, "test")) == 80
+        assert "note: 20 test queries are few: only large differences will show" in found.lines
+        assert found.lines[-1].endswith("20 test queries, 120 passages to search")
+
     @pytest.mark.parametrize(
         ("lines", "message"),
         [
@@ -338,7 +350,16 @@ def chosen(data: Prepared, seconds_per_text: float, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         "contaccum.comparison.sizing._probe", lambda *_: Speed(6 * seconds_per_text, 2 * seconds_per_text, seconds_per_text)
     )
-    given = {"n_total": None, "n_local": None, "epochs": None, "tokens": 128, "fixed_tokens": False, "minutes": 10.0, **options}
+    given = {
+        "n_total": None,
+        "n_local": None,
+        "epochs": None,
+        "tokens": 128,
+        "full_tokens": 256,
+        "fixed_tokens": False,
+        "minutes": 10.0,
+        **options,
+    }
     return sizes(data, None, ["gradaccum", "gradcache", "contaccum"], 1, **given)
 
 
@@ -368,6 +389,53 @@ def test_sizes_fit_the_rows_and_the_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert slow.limit < chosen(fake(1_000_000), 0.02, monkeypatch, minutes=60.0).limit
 
 
+def test_what_is_cut_for_time_is_said_and_is_whole_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def notes(size: Sizes) -> list[str]:
+        return [line for line in described(size, fake(300), "m", "", 2e-5, None) if "as a CPU is slow" in line]
+
+    slow = chosen(fake(300), 1.0, monkeypatch)
+    assert (slow.epochs, slow.full_epochs, slow.tokens, slow.full_tokens) == (1.0, 3.0, 64, 256)
+    assert notes(slow) == [
+        "note: 1 epoch instead of 3 and 64 tokens of a text instead of 256, as a CPU is slow; the command at the end trains with 3 and 256"
+    ]
+    quick = chosen(fake(300), 1e-4, monkeypatch)
+    assert notes(quick) == ["note: 128 tokens of a text instead of 256, as a CPU is slow; the command at the end trains with 256"]
+    assert not notes(chosen(fake(300), 1e-4, monkeypatch, tokens=256))
+
+
+def test_the_command_at_the_end_is_not_cut(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict[str, Any]()
+    monkeypatch.setattr("contaccum.comparison.sizing.SHORT", 16)
+    monkeypatch.setattr("contaccum.comparison.sizing._probe", lambda *_: Speed(6.0, 2.0, 1.0))
+    monkeypatch.setattr("contaccum.comparison.sizing.FEWEST_ROWS", 32)
+    monkeypatch.setattr("contaccum.comparison.compare._run", lambda *_: [])
+    monkeypatch.setattr("contaccum.comparison.outcome.outcome", lambda folder, runs, options, *_: given.update(options))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    configurations = {"one": {"method": "contaccum"}, "other": {"method": "contaccum", "epochs": 2.0}}
+    compare(table(tmp_path, 120), model=model_folder, output=tmp_path / "out", configurations=configurations, say=lambda line: None)
+    sizes = json.loads((tmp_path / "out" / "sizes.json").read_text())
+    assert (sizes["epochs"], sizes["tokens"]) == (1.0, 16), "the time is short"
+    assert [(given[name]["epochs"], given[name]["max_seq_length"]) for name in ("one", "other")] == [(3.0, 64), (2.0, 64)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "n_local", "n_total"), [(4300, 64, 128), (4300, 12, 36), (300, 5, 15), (300, 8, 16), (300, 200, 200), (16, 6, 12), (40, 1, 16)]
+)
+def test_samples_of_an_update_are_a_multiple_of_those_in_memory(
+    rows: int, n_local: int, n_total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = chosen(fake(rows), 1e-4, monkeypatch, n_local=n_local)
+    assert (size.n_total, size.n_local) == (n_total, n_local)
+
+
+def test_more_samples_in_memory_than_rows_are_refused(model_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="n_local=500 is more than the 102 rows to train on; use at most that many"):
+        compare(table(tmp_path, 120), model=model_folder, output=tmp_path / "out", n_local=500, say=lambda line: None)
+    assert not (tmp_path / "out").exists()
+
+
 def test_three_runs_on_two_cores_take_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
@@ -387,6 +455,164 @@ def test_a_seed_given_twice_is_one_run(model_folder: str, tmp_path: Path, monkey
     with pytest.raises(FailedRunsError):
         compare(table(tmp_path), model=model_folder, output=tmp_path / "out", **OPTIONS, seeds=[3, 3], say=lambda line: None)
     assert len(set(names)) == len(names)
+
+
+def saved(folder: Path, model_folder: str, *others: Any, tokens: int = 24, **told: Any) -> str:
+    """A SentenceTransformer of a Transformer and these modules."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Transformer
+
+    transformer = Transformer(model_folder)
+    transformer.max_seq_length = tokens
+    SentenceTransformer(modules=[transformer, *others], device="cpu", **told).save_pretrained(str(folder))
+    return str(folder)
+
+
+def cells_of(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> dict[str, dict[str, Any]]:
+    """Fields of each run that `compare` would do, by name."""
+    cells = list[Any]()
+    monkeypatch.setattr("contaccum.comparison.compare._run", lambda given, *_: cells.extend(given) or [cell.name for cell in given])
+    with pytest.raises(FailedRunsError):
+        compare(*args, **options)
+    return {cell.group: cell.options for cell in cells}
+
+
+def test_the_model_of_every_run_is_the_one_that_was_given(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules, prompts, similarity and length: before training it has its own vectors. Nothing is drawn while it is loaded."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Pooling
+
+    from contaccum.comparison.outcome import command
+    from contaccum.experiments.baselines import untrained_model
+
+    told = {"prompts": {"query": "w1 w2: ", "document": "w3: "}, "similarity_fn_name": "dot"}
+    model, lines = saved(tmp_path / "own", model_folder, Pooling(16, pooling_mode="max"), Dense(16, 8), **told), list[str]()
+    given = {name: value for name, value in OPTIONS.items() if name != "max_seq_length"}
+    cells = cells_of(monkeypatch, table(tmp_path, 120), model=model, output=tmp_path / "out", **given, say=lines.append)
+    (line,) = (line for line in lines if line.startswith("every method: "))
+    assert "24 tokens of a text" in line
+    assert line.endswith(
+        "own modules (Transformer, Pooling by max, Dense), dot product, queries begin with 'w1 w2: ', passages begin with 'w3: '"
+    )
+    fields = {"pooling": "own", "similarity": "dot", "max_seq_length": 24, "query_prompt": "w1 w2: ", "passage_prompt": "w3: "}
+    for name in ("gradaccum", "gradcache", "contaccum", BEFORE):
+        assert {field: cells[name][field] for field in fields} == fields
+    shown = command(Prepared("data", 1, 1, 1), cells["contaccum"], tmp_path / "final")
+    assert "--pooling own --n-total" in shown, "dot product is the default of train"
+    assert "--passage-prompt 'w3: ' --query-prompt 'w1 w2: '" in shown
+    before, itself = untrained_model(cells[BEFORE], "cpu"), SentenceTransformer(model, device="cpu")
+    texts = ["w1 w5 w9", "w7"]
+    assert before.encode_query(texts) == pytest.approx(itself.encode_query(texts), abs=1e-6)
+    assert before.encode_document(texts) == pytest.approx(itself.encode_document(texts), abs=1e-6)
+
+
+def interrupted(folder: Path, updates: int, checkpoint: int | None = None, finished: bool = False) -> Work:
+    run = folder / "run"
+    run.mkdir(parents=True)
+    log(run, updates)
+    if checkpoint is not None:
+        saved = run / "checkpoints" / f"checkpoint-{checkpoint}"
+        saved.mkdir(parents=True)
+        (saved / "trainer_state.json").write_text(json.dumps({"global_step": checkpoint, "log_history": []}))
+    if finished:
+        (run / "summary.json").write_text("{}")
+    return Work(folder.name, folder, 100)
+
+
+def log(run: Path, updates: int) -> None:
+    (run / "log.jsonl").write_text("".join(json.dumps({"update": i, "loss": 1.0}) + "\n" for i in range(1, updates + 1)))
+
+
+def test_the_bar_goes_on_where_the_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates before the newest checkpoint are done; those after it, and all of a run without one, are done again."""
+    begun = list[dict[str, Any]]()
+    bar = SimpleNamespace(disable=True, close=lambda: None, n=0, set_postfix_str=lambda text, refresh: None)
+    monkeypatch.setattr("tqdm.tqdm", lambda **options: begun.append(options) or bar)
+    work = [
+        interrupted(tmp_path / "saved", 70, checkpoint=60),
+        interrupted(tmp_path / "unsaved", 40),
+        interrupted(tmp_path / "trained", 100, finished=True),
+        Work("new", tmp_path / "new", 100),
+    ]
+    watch = Watch(work, 8)
+    with watch:
+        assert (begun[0]["initial"], begun[0]["total"]) == (160, 400)
+        assert [len(watch.lines(one)) for one in work] == [60, 0, 100, 0]
+        for one, updates in zip(work, (65, 3, 100, 2), strict=True):
+            (one.folder / "run").mkdir(parents=True, exist_ok=True)
+            if one.name != "trained":
+                log(one.folder / "run", updates)
+        assert [len(watch.lines(one)) for one in work] == [65, 3, 100, 2]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "told", "expected", "words"),
+    [
+        (["mean"], {}, {"pooling": "mean", "similarity": "cosine", "tied": True}, ""),
+        (["cls", "normalize"], {}, {"pooling": "cls", "similarity": "cosine", "tied": True}, ", cls pooling"),
+        (["mean", "normalize"], {"similarity_fn_name": "dot"}, {"pooling": "mean", "similarity": "cosine", "tied": True}, ""),
+        (["mean"], {"similarity_fn_name": "dot"}, {"pooling": "mean", "similarity": "dot", "tied": True}, ", dot product"),
+        (["max"], {}, {"pooling": "own", "similarity": "cosine", "tied": True}, ", own modules (Transformer, Pooling by max)"),
+        (
+            ["mean"],
+            {"prompts": {"query": "w1 ", "document": "w2 "}},
+            {"pooling": "mean", "similarity": "cosine", "tied": True, "query_prompt": "w1 ", "passage_prompt": "w2 "},
+            ", queries begin with 'w1 ', passages begin with 'w2 '",
+        ),
+        (["no prompt"], {}, {"pooling": "mean", "similarity": "cosine", "tied": True, "include_prompt": False}, ", prompts are not pooled"),
+    ],
+)
+def test_what_a_model_is_saved_with(
+    kinds: list[str], told: dict[str, Any], expected: dict[str, Any], words: str, model_folder: str, tmp_path: Path
+) -> None:
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
+
+    modules = {"normalize": Normalize(), "no prompt": Pooling(16, pooling_mode="mean", include_prompt=False)}
+    others = [modules.get(kind) or Pooling(16, pooling_mode=kind) for kind in kinds]
+    model = saved(tmp_path / "model", model_folder, *others, **told)
+    found = start_of(model, tmp_path / "start.json")
+    assert found.fields == expected
+    assert found.tokens == 24
+    assert found.in_words(found.fields) == words
+    shutil.rmtree(model)
+    assert start_of(model, tmp_path / "start.json") == found, "it is looked at once"
+
+
+def test_what_is_said_of_the_model_is_overridden_by_settings(model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    model = saved(tmp_path / "model", model_folder, Pooling(16, pooling_mode="max"), prompts={"query": "w1 "})
+    settings, options = (
+        {"pooling": "cls", "query_prompt": None, "epochs": 2},
+        {"model": model, "output": tmp_path / "out", "say": lambda line: None},
+    )
+    given = {name: value for name, value in OPTIONS.items() if name != "epochs"}
+    cells = cells_of(monkeypatch, table(tmp_path, 120), **given, **options, settings=settings)
+    assert [(cells[name]["pooling"], cells[name]["query_prompt"]) for name in ("contaccum", BEFORE)] == [("cls", None)] * 2
+    assert cells["contaccum"]["epochs"] == 2
+
+
+def test_no_bar_is_drawn_in_python_and_the_caller_s_setting_stays(
+    model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    logging.enable_progress_bar()
+    file = table(tmp_path, 120)
+    cells_of(monkeypatch, file, model=model_folder, output=tmp_path / "out", **OPTIONS, say=lambda line: None)
+    assert "Loading weights" not in capfd.readouterr().err
+    assert logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    cells_of(monkeypatch, file, model=model_folder, output=tmp_path / "again", **OPTIONS, say=lambda line: None)
+    assert not logging.is_progress_bar_enabled()
+
+
+def test_two_towers_start_as_two(model_folder: str, tmp_path: Path) -> None:
+    from contaccum import dual_encoder
+
+    dual_encoder(model_folder, pooling="cls").save_pretrained(str(tmp_path / "two"))
+    assert start_of(str(tmp_path / "two"), tmp_path / "start.json").fields == {"pooling": "cls", "similarity": "dot", "tied": False}
+    assert start_of(model_folder, tmp_path / "plain.json").fields == {"pooling": "mean"}
 
 
 @pytest.mark.parametrize(

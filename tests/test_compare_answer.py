@@ -17,7 +17,7 @@ from contaccum.comparison.outcome import answer_of, recommended
 from contaccum.report.folders import read_run_folder
 from contaccum.report.rows import rows_of
 from contaccum.report.summary import Summary, summarise
-from contaccum.report.tables import summary_table
+from contaccum.report.tables import legend, summary_table
 from contaccum.report.terminal import show
 from report_runs import make_data, make_run, rank_and_judge
 
@@ -55,11 +55,15 @@ def compared(tmp_path: Path, skills: dict[str, float], **summaries: dict[str, An
         ),
         (
             {"contaccum": 0.5, BEFORE: 0.5},
-            r"On 30 test queries no training can be told from none: \S+ \S+ with contaccum, ",
+            r"Keep the model as it is: on 30 test queries no training differs clearly from none\. MRR@10 \S+ before training, ",
             None,
         ),
-        ({"contaccum": 0.1, BEFORE: 0.9}, r"Training does not pay here: MRR@10 \S+ before it, \S+ with the best, contaccum\.", None),
-        ({"contaccum": 0.5, BEFORE: 0.5, WORDS: 1.0}, r"BM25 finds most, 100\.0\. On 30 test queries no training", None),
+        (
+            {"contaccum": 0.1, BEFORE: 0.9},
+            r"Keep the model as it is: training makes it worse here\. MRR@10 \S+ before training, \S+ with the best, contaccum\.",
+            None,
+        ),
+        ({"contaccum": 0.5, BEFORE: 0.5, WORDS: 1.0}, r"BM25 finds most, 100\.0\. Keep the model as it is: on 30 test queries", None),
         ({"contaccum": 0.6, BEFORE: 0.0, WORDS: 1.0}, r"BM25 finds most, 100\.0\. Use contaccum: MRR@10", "contaccum"),
     ],
 )
@@ -71,6 +75,17 @@ def test_the_headline_says_what_the_test_says(skills: dict[str, float], headline
     assert (found.name if found else None) == winner
     assert answer.command is not None, "whoever wants to train can, whatever the answer"
     assert ("all the same" in answer.command_for) is (winner is None)
+    assert any("may help: more rows, more --epochs, or another --lr" in sentence for sentence in answer.sentences) is (winner is None)
+
+
+def test_where_nothing_is_gained_the_command_is_the_quickest_of_the_tied(tmp_path: Path) -> None:
+    slow, quick = {"seconds": 90.0}, {"seconds": 9.0}
+    skills = {"gradcache": 0.55, "contaccum": 0.5, BEFORE: 0.5}
+    summary = compared(tmp_path, skills, gradcache=slow, contaccum=quick)
+    assert recommended(summary) is None
+    answer = answer_of(summary, COMMANDS, [])
+    assert answer.command == "train contaccum"
+    assert answer.command_for.startswith("To train all the same, by contaccum (the quickest of those that are tied), on all rows, ")
 
 
 def test_a_collapsed_run_is_named_and_is_no_rival(tmp_path: Path) -> None:
@@ -101,6 +116,8 @@ def test_equal_figures_have_the_same_mark_where_a_baseline_is_best(tmp_path: Pat
     assert words.best
     assert first.text == second.text
     assert (first.alike, second.alike) == (False, False)
+    assert "That itself, what equals it as shown, and what is bold have no mark." in legend(summary)
+    assert "Of other equal figures one may have it and one not: the test goes query by query." in legend(summary)
 
 
 @pytest.mark.parametrize(("width", "shown"), [(200, True), (60, False)])

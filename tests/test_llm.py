@@ -17,6 +17,7 @@ import torch
 import transformers
 from packaging.version import Version
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
 from transformers import AutoModel, AutoTokenizer, Qwen3Config
 
 from conftest import WORDS, texts
@@ -57,6 +58,14 @@ def adapted(folder: str, tied: bool = True, **options: Any) -> SentenceTransform
         if parameter.requires_grad:
             parameter.data = 0.3 * torch.randn_like(parameter)
     return model.eval()
+
+
+def test_what_follows_the_transformer_is_frozen_too(decoder_folder: str, tmp_path: Path) -> None:
+    modules = [Transformer(decoder_folder), Pooling(16, pooling_mode="lasttoken"), Dense(16, 4)]
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(tmp_path / "own"))
+    model = dual_encoder(tmp_path / "own", tied=True, pooling="own")
+    add_lora(model, Lora(4, 8.0))
+    assert {name.partition(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad} == {"0"}
 
 
 def vectors(model: SentenceTransformer) -> tuple[np.ndarray, np.ndarray]:

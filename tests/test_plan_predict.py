@@ -206,6 +206,12 @@ def test_gradcache_holds_one_mini_batch() -> None:
     assert whole.parts["activations"] > 7 * together.parts["activations"]
 
 
+def test_own_modules_are_planned_as_mean_pooling() -> None:
+    config = TrainConfig(model=middling(), n_total=8, n_local=4, bank=8, max_seq_length=TOKENS, pooling="mean")
+    assert running_of(replace(config, pooling="own")) == running_of(config)
+    assert Predictor(config).predict(replace(config, pooling="own")) == Predictor(config).predict(config)
+
+
 # Measured on an H200, see results/train-acl-h200.json: texts of varying length up to 128 tokens, no hard negatives.
 MEASURED = ("contaccum", "contaccum-gradcache", "dpr", "gradaccum", "gradcache")
 

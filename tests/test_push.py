@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("pytrec_eval", reason="needs contaccum[search]")
 
@@ -55,13 +56,84 @@ def test_a_model_trained_on_all_rows_has_the_figures_of_its_comparison(run: Path
     (run / "evaluation.json").unlink()
     push(run, "me/encoder", dry_run=True)
     assert "It was not evaluated." in (run / "model" / "README.md").read_text()
-    rows = [{"name": "gradaccum", "metrics": {"MRR@10": 0.25}}, {"name": "contaccum", "metrics": {"MRR@10": 0.5}}]
-    (run.parent / "results.json").write_text(json.dumps({"results": rows}))
-    push(run, "me/encoder", dry_run=True)
+    change(run, split="train+dev+test")
+    make_comparison(run.parent, "gradaccum", "contaccum")
+    assert push(run, "me/encoder", dry_run=True)["note"] is None
     card = (run / "model" / "README.md").read_text()
     assert "trained without the test rows, reached:" in card
     assert "| MRR@10 | 50.0 |" in card
     assert not ModelCard(card).data.eval_results, "the hub is told of no figure that is not this model's"
+
+
+def change(run: Path, **fields: Any) -> None:
+    file = run / "config.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | fields))
+
+
+def make_comparison(folder: Path, *methods: str, **config: Any) -> None:
+    """Of these methods, as `compare` leaves it; it was moved since."""
+    rows = []
+    for number, method in enumerate(methods, 1):
+        place = make_run(folder / "cells" / method / "run", method=method, model=str(folder / "bert-base-uncased"), **config)
+        rows.append({"name": method, "metrics": {"MRR@10": 0.25 * number}, "runs": [{"folder": f"elsewhere/cells/{method}/{place.name}"}]})
+    rows.append({"name": "BM25", "metrics": {"MRR@10": 0.9}, "runs": [{"folder": "elsewhere/cells/BM25-seed0/run"}]})
+    (folder / "results.json").write_text(json.dumps({"results": rows}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "note"),
+    [
+        ({"lr": 1e-3}, "lr is 0.001 here and 2e-05 there"),
+        ({"split": "train"}, "it was trained without the split dev"),
+        ({"split": "train+dev"}, "it was trained without the split test"),
+        ({"limit": 100}, "it was trained on 100 rows, not on all"),
+        ({"data": "other"}, "data is other here and data there"),
+        ({"model": "roberta-base"}, "model is roberta-base here and"),
+        ({"query_prompt": "find: "}, "query_prompt is find:  here and none there"),
+        ({"max_seq_length": 64}, "max_seq_length is 64 here and 256 there"),
+        ({"bank": 7}, "bank is 7 here and auto there"),
+        ({"seed": 7, "dev": "dev", "save_every": 0, "log_every": 1, "warmup_updates": 3, "n_local": 8}, None),
+    ],
+)
+def test_figures_of_other_settings_are_left_out(fields: dict[str, Any], note: str | None, run: Path) -> None:
+    (run / "evaluation.json").unlink()
+    change(run, **{"split": "train+dev+test", **fields})
+    make_comparison(run.parent, "contaccum")
+    found = push(run, "me/encoder", dry_run=True)["note"]
+    card = (run / "model" / "README.md").read_text()
+    assert ("| MRR@10 | 25.0 |" in card) is (note is None)
+    assert ("It was not evaluated." in card) is (note is not None)
+    assert (found is None) is (note is None)
+    assert note is None or note in found
+
+
+def test_banks_that_were_chosen_by_the_rows_are_the_same_setting(run: Path) -> None:
+    (run / "evaluation.json").unlink()
+    change(run, split="train+dev+test", bank=300)
+    make_comparison(run.parent, "contaccum", bank=200)
+    assert "bank is 300 here and 200 there" in push(run, "me/encoder", dry_run=True)["note"]
+    for place in (run, run.parent / "cells" / "contaccum" / "run"):
+        told = json.loads((place / "run.json").read_text())
+        (place / "run.json").write_text(json.dumps(told | {"auto": ["bank"]}))
+    assert push(run, "me/encoder", dry_run=True)["note"] is None
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("me/small", "[me/small](https://huggingface.co/me/small)"),
+        ("/home/anna/secret/small", "`small`"),
+    ],
+)
+def test_the_card_names_the_model_and_what_it_was_trained_from(model: str, shown: str, run: Path) -> None:
+    change(run, model=model)
+    for name in ("me/encoder", "we/encoder"):
+        push(run, name, dry_run=True)
+        card = (run / "model" / "README.md").read_text()
+        assert f'model = SentenceTransformer("{name}")' in card
+        assert f"- **Base model:** {shown}\n" in card
+        assert "sentence_transformers_model_id" not in card
+        assert "anna" not in card
 
 
 def test_what_is_uploaded_loads_with_prompts_and_similarity(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,3 +224,20 @@ def test_configurations_of_many_runs_fit_a_printed_page(browser: Chromium, tmp_p
     widest = "Math.max(...[...document.querySelectorAll('#configuration table')].map(t => t.getBoundingClientRect().right))"
     assert 0 < browser.run(widest) <= 718
     browser.call("Emulation.setEmulatedMedia", media="")
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1280, {3: 3, 4: 2, 5: 3}), (800, {3: 2, 4: 2, 5: 2}), (390, {3: 1, 4: 1, 5: 1})])
+def test_no_figure_is_larger_than_the_others(width: int, columns: dict[int, int], page: Path, browser: Chromium) -> None:
+    """Four stand two by two on a wide screen; a last one alone does not fill its row."""
+    browser.open(page, width)
+    for count, expected in columns.items():
+        drawn = browser.run(
+            "(() => { const grid = document.querySelector('.figures'); const first = grid.children[0];"
+            f"while (grid.children.length > {count}) grid.lastChild.remove();"
+            f"while (grid.children.length < {count}) grid.append(first.cloneNode(true));"
+            "return [...grid.children].map(c => c.getBoundingClientRect()).map(box => [Math.round(box.x), Math.round(box.width)]) })()"
+        )
+        assert len({x for x, _ in drawn}) == expected
+        widths = {wide for _, wide in drawn}
+        assert max(widths) - min(widths) <= 1
+        assert max(widths) <= 400

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Router, Transformer
 from transformers import AutoTokenizer, BertModel, DPRConfig, DPRContextEncoder, DPRQuestionEncoder
 
 from conftest import texts, tiny_config
 from contaccum import dual_encoder
+from contaccum.methods.config import TrainConfig
+from contaccum.training.run import train
 
 QUERIES, PASSAGES = texts(5, seed=1), texts(5, seed=2)
 
@@ -90,6 +93,76 @@ def test_paired_checkpoints(layout: str, tokenizer_folder, model_folder, tmp_pat
     assert np.allclose(model.encode_document(PASSAGES), cls_vectors(passage, tokenizer_folder, PASSAGES), atol=1e-5)
 
 
+def saved(folder: Path, model_folder: str, *kinds: str) -> str:
+    """A SentenceTransformer of a Transformer and these modules."""
+    made = {
+        "max": lambda width: Pooling(width, pooling_mode="max"),
+        "mean+cls": lambda width: Pooling(width, pooling_mode=("mean", "cls")),
+        "dense": lambda width: Dense(width, 12),
+        "normalize": lambda width: Normalize(),
+    }
+    torch.manual_seed(3)
+    modules, width = [Transformer(model_folder)], 16
+    for kind in kinds:
+        modules.append(made[kind](width))
+        width = 2 * width if kind == "mean+cls" else width
+    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder))
+    return str(folder)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kinds", [("max", "dense", "normalize"), ("mean+cls",)], ids="+".join)
+def test_own_modules_give_the_vectors_of_the_model_itself(kinds: tuple[str, ...], tied: bool, model_folder: str, tmp_path: Path) -> None:
+    own = saved(tmp_path / "own", model_folder, *kinds)
+    model = dual_encoder(own, pooling="own", tied=tied, similarity="cosine", max_seq_length=16, device="cpu")
+    given = SentenceTransformer(own, device="cpu")
+    assert model.max_seq_length == 16
+    for a, b in zip(vectors(model), vectors(given), strict=True):
+        assert np.allclose(a, b, atol=1e-6)
+    model.save_pretrained(str(tmp_path / "saved"))
+    again = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    for a, b in zip(vectors(again), vectors(given), strict=True):
+        assert np.allclose(a, b, atol=1e-6)
+    if not tied:
+        first, second = (list(part.parameters()) for part in model[0].sub_modules.values())
+        assert not {id(p) for p in first} & {id(p) for p in second}, "each tower has its own load"
+
+
+def test_own_modules_are_trained(model_folder: str, tmp_path: Path, jsonl) -> None:
+    own = saved(tmp_path / "own", model_folder, "max", "dense", "normalize")
+    sizes = {"n_total": 8, "n_local": 4, "bank": 8, "max_seq_length": 16, "epochs": 1, "save_every": 0, "lr": 1e-2, "warmup_updates": 0}
+    train(TrainConfig(data=jsonl(32), model=own, output=str(tmp_path / "run"), tied=True, pooling="own", similarity="cosine", **sizes))
+    before, after = (SentenceTransformer(place, device="cpu") for place in (own, str(tmp_path / "run" / "model")))
+    assert [type(module).__name__ for module in after] == ["Transformer", "Pooling", "Dense", "Normalize"]
+    assert not torch.equal(before[2].linear.weight, after[2].linear.weight)
+
+
+def test_own_modules_are_checked_as_any_model(model_folder: str, tmp_path: Path) -> None:
+    own = saved(tmp_path / "own", model_folder, "max", "dense")
+    for pooled in (True, False):
+        model = dual_encoder(own, pooling="own", tied=True, include_prompt=pooled)
+        assert [module.include_prompt for module in model if isinstance(module, Pooling)] == [pooled]
+    assert model.max_seq_length == 64, "as many as it has positions for"
+    with pytest.raises(ValueError, match="max_seq_length=65 is more than the model's 64 positions"):
+        dual_encoder(own, pooling="own", max_seq_length=65)
+    broken = SentenceTransformer(own, device="cpu")
+    with torch.no_grad():
+        broken[2].linear.weight[0] = float("nan")
+    broken.save_pretrained(str(tmp_path / "broken"))
+    with pytest.raises(ValueError, match=r"holds weights that are not finite, as linear\.weight"):
+        dual_encoder(tmp_path / "broken", pooling="own")
+    two = SentenceTransformer(modules=[Router.for_query_document(*([module] for module in (broken[0], broken[0])))], device="cpu")
+    two.save_pretrained(str(tmp_path / "two"))
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "two" / name).write_bytes((Path(model_folder) / name).read_bytes())
+    for part in (tmp_path / "two").glob("*_Transformer"):
+        part.rename(tmp_path / "two" / part.name.replace("_0_", "_1_"))
+    file = tmp_path / "two" / "router_config.json"
+    file.write_text(file.read_text().replace("_0_", "_1_"))
+    with pytest.raises(ValueError, match=r"that begin with a Transformer, and .* begins with Router"):
+        dual_encoder(tmp_path / "two", pooling="own")
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -98,6 +171,11 @@ def test_paired_checkpoints(layout: str, tokenizer_folder, model_folder, tmp_pat
         (lambda f: dual_encoder(tiny_config()), "give tokenizer=NAME"),
         (lambda f: dual_encoder(f + "/nowhere"), "no model can be read from"),
         (lambda f: dual_encoder(f, "other", tied=True), "tied=True has one tower"),
+        (lambda f: dual_encoder(f, pooling="own", tokenizer=f), "cannot be given with pooling='own', which takes the model's"),
+        (lambda f: dual_encoder(f, pooling="own"), "has no modules.json; use cls, mean or lasttoken"),
+        (lambda f: dual_encoder(f + "/nowhere", pooling="own"), "there is no such folder"),
+        (lambda f: dual_encoder(tiny_config(), pooling="own"), "and BertConfig is none; use cls, mean or lasttoken"),
+        (lambda f: dual_encoder(f + "/config.json", "other", pooling="own"), "config.json"),
     ],
 )
 def test_user_mistakes(model_folder, call, message) -> None:

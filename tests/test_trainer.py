@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,6 +216,16 @@ def test_what_enters_a_bank_decides_its_automatic_size(tiny_encoder, gathers, mi
     callback.on_train_begin(args, state, None, train_dataloader=SimpleNamespace(dataset=range(few)))
     micro_batch = (micro_batch_size or 4) * (2 if gathers else 1)
     assert made[0].criterion.bank.size == max(few // 16 // losses // (1 if gathers else 2), micro_batch)
+
+
+@pytest.mark.parametrize(("size", "warned"), [(65, True), (64, False), ("auto", False), (0, False)])
+def test_a_bank_larger_than_the_training_rows_is_warned_of_once(tiny_encoder, tmp_path, size, warned) -> None:
+    model = tiny_encoder()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(model, tmp_path, SentenceTransformerTrainer, ContAccumLoss(model, bank_size=size), dataset(64), max_steps=3)
+    told = [str(one.message) for one in caught if "training rows" in str(one.message)]
+    assert told == (["bank_size=65 is more than the 64 training rows that enter the bank; use less, or 'auto'"] if warned else [])
 
 
 def test_one_loss_for_two_data_sets_counts_once(tiny_encoder) -> None:

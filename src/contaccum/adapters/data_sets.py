@@ -50,10 +50,14 @@ class BankSizes:
     def of(self, loss: ContAccumLoss, data_sets: list[str]) -> int:
         batch = self.state.train_batch_size or self.args.train_batch_size
         processes = self.args.world_size if loss.gather_across_devices else 1
-        rows, share = self._rows_and_share(data_sets)
+        _, share = self._rows_and_share(data_sets)
         n_total = max(1, round(batch * self.args.gradient_accumulation_steps * processes * share))
-        rows = None if rows is None else rows * processes // self.args.world_size
-        return auto_bank(n_total, (loss.micro_batch_size or batch) * processes, rows)
+        return auto_bank(n_total, (loss.micro_batch_size or batch) * processes, self.rows(loss, data_sets))
+
+    def rows(self, loss: ContAccumLoss, data_sets: list[str]) -> int | None:
+        """Training rows that enter its bank, where they are known."""
+        rows, _ = self._rows_and_share(data_sets)
+        return rows if rows is None or loss.gather_across_devices else rows // self.args.world_size
 
     def _rows_and_share(self, data_sets: list[str]) -> tuple[int | None, float]:
         """Training rows of these data sets, where they are known, and their share of the micro-batches."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,8 +124,13 @@ class ContAccumCallback(SkippedSteps):
         loss.criterion.reset()
         for name in self.shared.get(loss, [""]):
             loss.criterion.use_bank(name)
+            served, size = [name] if name else data_sets, loss.criterion.bank.size
             if loss.criterion.auto_bank:
-                loss.criterion.resize_bank(sizes.of(loss, [name] if name else data_sets))
+                loss.criterion.resize_bank(sizes.of(loss, served))
+            elif (rows := sizes.rows(loss, served)) is not None and size > rows:
+                warnings.warn(
+                    f"bank_size={size} is more than the {rows} training rows that enter the bank; use less, or 'auto'", stacklevel=2
+                )
 
     def _shared_banks(self, args: TrainingArguments, rows: dict[str, int]) -> dict[ContAccumLoss, list[str]]:
         """The losses that serve several data sets, with their names. ValueError where their banks could not be kept apart."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from contaccum.cli.base import Command
 from contaccum.cli.functions import command
+from contaccum.common.console import note
 
 if TYPE_CHECKING:
     from contaccum.report.summary import Summary
@@ -51,3 +52,5 @@ def show_report(summary: Summary, output: str = "report.html", **_: Any) -> None
 def show_pushed(pushed: dict[str, Any], **_: Any) -> None:
     """Example: contaccum push runs/final me/my-encoder --private"""
     print(f"{pushed['model']} -> {pushed['name']}" if pushed["uploaded"] else f"card: {pushed['card']}; nothing was uploaded")
+    if pushed["note"]:
+        note(pushed["note"])

@@ -42,3 +42,19 @@ def without_bars() -> Iterator[None]:
         yield
     finally:
         sys.stderr = shown
+
+
+@contextmanager
+def without_loading_bars() -> Iterator[None]:
+    """No bar of transformers' and the hub's about weights that are loaded; afterwards as the caller had it."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging as transformers_logging
+
+    shown, hidden = transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+        (disable_progress_bars if hidden else enable_progress_bars)()

@@ -1,8 +1,8 @@
 """`compare`: which method to train with on your own data, by how much, how sure, and at what cost.
 
-OUTPUT holds `request.json` (what was asked; another request is refused), `data/`, `sizes.json`, `cells/NAME/` (a run each), and in the
-end `report.html`, `report-plots/`, `results.json` and `table.md`. Run again, what is finished is not repeated, and what was interrupted
-goes on.
+OUTPUT holds `request.json` (what was asked; another request is refused), `data/`, `start.json` (what the model is saved with),
+`sizes.json`, `cells/NAME/` (a run each), and in the end `report.html`, `report-plots/`, `results.json` and `table.md`. Run again, what is
+finished is not repeated, and what was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from contaccum.common.console import without_loading_bars
 from contaccum.common.errors import FailedRunsError, has_no_room
-from contaccum.common.inputs import read_object
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, read_json, remove_parts, write_json
-from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, described, sizes
+from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, check_rows, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared, smaller_collection
+from contaccum.comparison.start import Start, start_of
 from contaccum.comparison.watch import Work, run_all
 from contaccum.experiments.datasets import Ready
 from contaccum.experiments.grid import Cell, with_seeds
@@ -33,7 +34,6 @@ from contaccum.methods.table import get_method, split_update
 if TYPE_CHECKING:
     from contaccum.report.summary import Summary
 
-WHOLE = "give a model folder or a hub name whose files are whole"
 METHODS = ("gradaccum", "gradcache", "contaccum")
 METRICS = ("MRR@10", "NDCG@10", "Recall@1", "Recall@20", "Recall@100")
 BEFORE, WORDS = "before training", "BM25"
@@ -117,25 +117,29 @@ def compare(
     Also judged are the model before training and BM25. The result holds what the page shows. In Python, `settings` are further fields of
     a training configuration for all methods, and `configurations` (name -> fields) replace `methods`.
     """
-    tell, seeds = say or _to_stderr, list(dict.fromkeys(seeds))
+    tell, seeds, settings = say or _to_stderr, list(dict.fromkeys(seeds)), settings or {}
     chosen = configurations or {name: {"method": name} for name in methods}
-    base = _base(model, memory, lr, settings or {})
+    base = _base(model, memory, lr, settings)
     request = {"data": _named(data), "model": _named(model), "seeds": list(seeds), "configurations": chosen, "base": base, "subset": subset}
-    asked = {"n_total": n_total, "n_local": n_local, "epochs": epochs, "max_seq_length": max_seq_length, "minutes": minutes}
+    asked: dict[str, Any] = {"n_total": n_total, "n_local": n_local, "epochs": epochs, "max_seq_length": max_seq_length, "minutes": minutes}
+    asked |= {name: settings[name] for name in asked if asked[name] is None and name in settings}
     columns = Columns(query_column, positive_column, tuple(negative_column))
     if not str(data):
         raise ValueError("no data to compare on: give a file, a folder or the name of a data set on the hub")
     _check(chosen, base, asked, memory, seeds)
     folder = Path(output)
-    with alone_in(folder):
+    with alone_in(folder), without_loading_bars():
         with _claimed(folder, {**request, **asked, "columns": asdict(columns)}):
             found = prepared(data, folder / "data", columns, subset)
             for line in found.lines:
                 tell(line)
-            base["pooling"] = base.get("pooling") or pooling_of(model)
-            size = _sizes(folder, found, base, [options["method"] for options in chosen.values()], len(seeds), asked)
+            check_rows(found.rows, asked["n_total"], asked["n_local"])
+            start = start_of(base["model"], folder / "start.json")
+            base = {**base, **start.fields, **settings}
+            size = _sizes(folder, found, base, start, [options["method"] for options in chosen.values()], len(seeds), asked)
             base["max_seq_length"] = size.tokens
-            training = described(size, found, str(model), base["lr"], memory)
+            training = described(size, found, str(model), start.in_words(base), base["lr"], memory)
+            training += [f"note: {start.remark}"] if start.remark else []
             for line in training:
                 tell(line)
             options = {name: {**base, **_schedule(size, found), **own} for name, own in chosen.items()}
@@ -149,7 +153,9 @@ def compare(
         runs = {cell.name: (cell.group, folder / "cells" / cell.name / "run") for cell in cells if cell.name not in failed}
         intro = _introduction(chosen) if introduction is None else introduction
         about = [f"{data}: {found.lines[-1]}", *(line.removeprefix("note: ") for line in training if not line.startswith("expected"))]
-        return outcome(folder, runs, options, found, size, failed, title, intro, about)
+        whole = {"epochs": size.full_epochs, "max_seq_length": size.full_tokens}
+        final = {name: {**own, **whole, **chosen[name]} for name, own in options.items()}
+        return outcome(folder, runs, final, found, failed, title, intro, about)
 
 
 def _introduction(chosen: dict[str, dict[str, Any]]) -> str:
@@ -168,7 +174,7 @@ def _named(place: str | Path) -> str:
 
 
 def _base(model: str, memory: str | None, lr: float | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Fields of every run. Pooling is the model's own."""
+    """Fields of every run; what the model is saved with comes beside them."""
     base = {name: value for name, value in recipe("st").items() if name not in ("pooling", "epochs")}
     given = {name: value for name, value in {"model": _named(model), "lr": lr, "memory": memory}.items() if value is not None}
     return {**base, **given, **settings}
@@ -185,7 +191,7 @@ def _check(chosen: dict[str, Any], base: dict[str, Any], asked: dict[str, Any], 
         raise ValueError(f"minutes={minutes} must be 0 (no limit) or more")
     given = {name: value for name, value in asked.items() if value is not None and name != "minutes"}
     for name, value in given.items():
-        if not value > 0:
+        if not isinstance(value, (int, float)) or not value > 0:
             raise ValueError(f"{name}={value} must be above 0; leave it out for what fits the data")
     if memory is not None and not _gpu():
         raise ValueError(f"memory={memory} is a GPU's, and there is none here; leave it out, or give --n-local")
@@ -240,28 +246,17 @@ def _gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _tokens(model: str) -> int:
+def _tokens(model: str, start: Start) -> int:
     """The model's own limit, where it has one, but no more than is usual."""
-    from sentence_transformers.util import load_file_path
-
     from contaccum.memory.prediction.towers import longest
 
-    most = longest(model, None, 256 if _gpu() else 128)
-    own = load_file_path(str(model), "sentence_bert_config.json")
-    return min(most, (read_object(own, WHOLE).get("max_seq_length") or most) if own else most)
+    most = longest(model, None, 256)
+    return min(most, start.tokens or most)
 
 
-def pooling_of(model: str) -> str:
-    """As the model folder says; mean where it says nothing."""
-    from sentence_transformers.util import load_file_path
-
-    known = load_file_path(str(model), "1_Pooling/config.json")
-    stored = read_object(known, WHOLE) if known else {}
-    names = {"cls": "pooling_mode_cls_token", "lasttoken": "pooling_mode_lasttoken"}
-    return next((name for name, flag in names.items() if stored.get(flag) or stored.get("pooling_mode") == name), "mean")
-
-
-def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequence[str], seeds: int, asked: dict[str, Any]) -> Sizes:
+def _sizes(
+    folder: Path, found: Prepared, base: dict[str, Any], start: Start, methods: Sequence[str], seeds: int, asked: dict[str, Any]
+) -> Sizes:
     """Decided once: a comparison that goes on has the same."""
     file = folder / "sizes.json"
     if (stored := read_if_whole(file)) is not None:
@@ -270,7 +265,8 @@ def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequenc
     from contaccum.experiments.baselines import untrained_model
     from contaccum.towers.loading import check_words
 
-    minutes, tokens = asked["minutes"], asked["max_seq_length"] or _tokens(base["model"])
+    minutes, full_tokens = asked["minutes"], asked["max_seq_length"] or _tokens(base["model"], start)
+    tokens = asked["max_seq_length"] or min(full_tokens, 256 if _gpu() else 128)
     # Whatever is wrong with it is found before anything is trained. A GPU is left to the runs.
     model = untrained_model({**base, "max_seq_length": tokens}, "cpu")
     check_words(model, load_training_set(found.folder, "train", FIRST_ROWS)["query"][:])
@@ -283,6 +279,7 @@ def _sizes(folder: Path, found: Prepared, base: dict[str, Any], methods: Sequenc
         n_local=0 if asked["n_local"] is None and base.get("memory") else asked["n_local"],
         epochs=asked["epochs"],
         tokens=tokens,
+        full_tokens=full_tokens,
         fixed_tokens=asked["max_seq_length"] is not None,
         minutes=CPU_MINUTES if minutes is None else minutes or None,
     )

@@ -10,7 +10,6 @@ from contaccum.common.errors import FailedRunsError
 from contaccum.common.options import as_options
 from contaccum.common.provenance import provenance
 from contaccum.comparison.compare import BEFORE, METRICS, WORDS, Comparison
-from contaccum.comparison.sizing import Sizes
 from contaccum.comparison.source import Prepared
 from contaccum.methods.config import TrainConfig
 from contaccum.report.build import report
@@ -28,13 +27,13 @@ def outcome(
     runs: Mapping[str, tuple[str, Path]],
     options: Mapping[str, dict[str, Any]],
     data: Prepared,
-    sizes: Sizes,
     failed: list[str],
     title: str,
     introduction: str,
     training: list[str],
 ) -> Comparison:
-    """`runs`: cell -> (method as the table shows it, run folder); `options`: method -> fields of its training; `training`: it in words."""
+    """`runs`: cell -> (method as the table shows it, run folder); `options`: method -> fields to train it with on everything; `training`:
+    what was trained, in words."""
     if not runs:
         raise FailedRunsError(f"no run came to its end; why is in cell.log in {folder / 'cells'}")
     answered: list[Answer] = []
@@ -67,13 +66,15 @@ def outcome(
 
 
 def recommended(summary: Summary) -> ConfigRow | None:
-    """Of the trained methods that cannot be told from the best, the quickest; None where no training beats the model before it."""
+    """What to train with; None where no training clearly beats the model before it."""
     trained = _trained(summary)
-    if not trained:
-        return None
     before = next((row for row in summary.rows if row.name == BEFORE and row.metrics), None)
-    if before is not None and not _above(trained[0], before):
-        return None
+    pays = bool(trained) and (before is None or _above(trained[0], before))
+    return _quickest(trained) if pays else None
+
+
+def _quickest(trained: Sequence[ConfigRow]) -> ConfigRow:
+    """Of those that do not differ clearly from the best; the best where their times cannot be compared."""
     tied = _tied(trained)
     return min(tied, key=_seconds) if _comparable(tied) else tied[0]
 
@@ -108,8 +109,11 @@ def answer_of(summary: Summary, commands: Mapping[str, str], failed: Sequence[st
     winner, trained = recommended(summary), _trained(summary)
     if not trained:
         return Answer(lines)
-    chosen, all_the_same = winner or trained[0], "" if winner else " all the same"
-    return Answer(lines, commands[chosen.name], f"To train {chosen.name}{all_the_same} on all rows, those for testing included:")
+    chosen = _quickest(trained)
+    tied = _tied(trained)
+    quickest = " (the quickest of those that are tied)" if len(tied) > 1 and _comparable(tied) else ""
+    to_train = f"To train {chosen.name}" if winner else f"To train all the same, by {chosen.name}{quickest},"
+    return Answer(lines, commands[chosen.name], f"{to_train} on all rows, those for testing included:")
 
 
 def _sentences(summary: Summary) -> Iterator[str]:
@@ -120,9 +124,10 @@ def _sentences(summary: Summary) -> Iterator[str]:
     if not trained:
         yield from lost or ["No method came to its end: there is nothing to recommend."]
         return
-    winner = recommended(summary)
-    chosen = winner or trained[0]
+    winner, chosen = recommended(summary), _quickest(trained)
     yield _headline(trained, baselines, winner)
+    if winner is None:
+        yield "What may help: more rows, more --epochs, or another --lr. With more test queries smaller differences show."
     yield from lost
     for row in [*(row for row in trained if row is not chosen), *baselines]:
         if (test := compared(chosen, row, METRICS[0])) is not None:
@@ -141,9 +146,10 @@ def _headline(trained: Sequence[ConfigRow], baselines: Sequence[ConfigRow], winn
     first = f"{WORDS} finds most, {_at(words)}. " if words is not None and _above(words, best) else ""
     if winner is None and before is not None:
         if _above(before, best):
-            return f"{first}Training does not pay here: {metric} {_at(before)} before it, {_at(best)} with the best, {best.name}."
-        queries = f"{len(best.per_query(metric)):,} test queries"
-        return f"{first}On {queries} no training can be told from none: {metric} {_at(best)} with {best.name}, {_at(before)} before."
+            reason = "training makes it worse here"
+        else:
+            reason = f"on {len(best.per_query(metric)):,} test queries no training differs clearly from none"
+        return f"{first}Keep the model as it is: {reason}. {metric} {_at(before)} before training, {_at(best)} with the best, {best.name}."
     assert winner is not None
     rise = "" if before is None else f", {_at(before)} before training"
     tied = _tied(trained)

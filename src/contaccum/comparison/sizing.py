@@ -40,6 +40,8 @@ class Sizes:
     jobs: int  # runs at once, each with so many threads
     threads: int
     expected_seconds: float | None  # None on a GPU, where nothing was measured
+    full_epochs: float  # where there is time: what the recommended command trains with ...
+    full_tokens: int  # ... at the model's usual length
 
     def updates(self, rows: int) -> int:
         return math.ceil(self.epochs * math.ceil(min(rows, self.limit or rows) / self.n_total))
@@ -53,6 +55,15 @@ class Speed(NamedTuple):
     encoded: float  # a passage
 
 
+def check_rows(rows: int, n_total: int | None, n_local: int | None) -> None:
+    """ValueError where there are too few to train on."""
+    if rows < FEWEST:
+        raise ValueError(f"{rows} rows are left to train on, too few to compare methods; give {2 * FEWEST} or more")
+    for name, samples in {"n_total": n_total, "n_local": n_local}.items():
+        if samples is not None and samples > rows:
+            raise ValueError(f"{name}={samples} is more than the {rows:,} rows to train on; use at most that many")
+
+
 def sizes(
     data: Prepared,
     model: Any,
@@ -63,23 +74,22 @@ def sizes(
     n_local: int | None,
     epochs: float | None,
     tokens: int,
+    full_tokens: int,
     fixed_tokens: bool,
     minutes: float | None,
 ) -> Sizes:
     """`model` is tried on a CPU."""
     import torch
 
-    if data.rows < FEWEST:
-        raise ValueError(f"{data.rows} rows are left to train on, too few to compare methods; give {2 * FEWEST} or more")
-    if n_total is not None and n_total > data.rows:
-        raise ValueError(f"n_total={n_total} is more than the {data.rows:,} rows to train on; use at most that many")
     runs, gpu = len(methods) * seeds, torch.cuda.is_available()
     total = n_total or max(FEWEST, min(N_TOTAL, 2 ** int(math.log2(max(1, data.rows // UPDATES)))))
     local = min(N_LOCAL, max(1, total // 2)) if n_local is None else n_local
+    if n_local and n_total is None:  # a multiple, of two or more where there are the rows
+        total = n_local * min(max(2, round(total / n_local)), data.rows // n_local)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = 1 if gpu else max(1, min(cores, runs, 4))
     passes = epochs or min(MOST_EPOCHS, max(1, math.ceil(UPDATES / math.ceil(data.rows / total))))
-    whole = Sizes(total, local, float(passes), None, None, tokens, jobs, max(1, cores // jobs), None)
+    whole = Sizes(total, local, float(passes), None, None, tokens, jobs, max(1, cores // jobs), None, float(passes), full_tokens)
     if gpu or minutes is None:
         return whole
     choices = [whole, *([] if epochs else [replace(whole, epochs=1.0)])]
@@ -158,13 +168,18 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def described(size: Sizes, data: Prepared, model: str, lr: float, memory: str | None) -> list[str]:
-    """For the user: what is trained how, and what is left out."""
+def described(size: Sizes, data: Prepared, model: str, unusual: str, lr: float, memory: str | None) -> list[str]:
+    """For the user: what is trained how, and what is left out. `unusual`: of the model."""
     rows, local = min(data.rows, size.limit or data.rows), f"what fits in {memory}" if size.n_local == 0 else str(size.n_local)
     lines = [
         f"every method: {model}, {rows:,} rows x {size.epochs:g} epoch{'s' if size.epochs != 1 else ''}, "
-        f"{size.n_total} samples an update, {local} of them in memory at once, {size.tokens} tokens of a text, lr {lr:g}"
+        f"{size.n_total} samples an update, {local} of them in memory at once, {size.tokens} tokens of a text, lr {lr:g}{unusual}"
     ]
+    less = {f"{size.epochs:g} epochs": f"{size.full_epochs:g}"} if size.epochs < size.full_epochs else {}
+    less |= {f"{size.tokens} tokens of a text": f"{size.full_tokens}"} if size.tokens < size.full_tokens else {}
+    if less:
+        cut = " and ".join(f"{now} instead of {full}" for now, full in less.items()).replace("1 epochs", "1 epoch")
+        lines.append(f"note: {cut}, as a CPU is slow; the command at the end trains with {' and '.join(less.values())}")
     if rows < data.rows:
         lines.append(f"note: {rows:,} of {data.rows:,} rows, a random part, so that it ends in time; --minutes allows more, 0 all")
     if size.passages is not None:

@@ -111,8 +111,6 @@ def _with_held_out(found: PrepareSummary, scratch: Path, folder: Path, lines: li
     if wanted:
         counts = " and ".join(f"{splits[split].rows:,} for {'testing' if split == 'test' else 'the learning curve'}" for split in wanted)
         lines.append(f"held out of {len(table):,} rows: {counts}; rows that share a text stay together")
-    if splits["test"].rows < FEW:
-        lines.append(f"note: {splits['test'].rows:,} test rows are few: only large differences will show")
     return PrepareSummary(str(folder), found.format, splits)
 
 
@@ -129,6 +127,8 @@ def _own_collection(source: Path, kind: str) -> Iterator[str]:
 def _counted(summary: PrepareSummary, folder: Path, lines: list[str]) -> Prepared:
     beir = folder / "beir"
     passages, queries = count_lines(beir), len(read_qrels(qrels_file(beir, "test")))
+    if queries < FEW:
+        lines.append(f"note: {queries:,} test queries are few: only large differences will show")
     lines.append(f"{summary.splits['train'].rows:,} rows to train on, {queries:,} test queries, {passages:,} passages to search")
     return Prepared(str(folder), summary.splits["train"].rows, queries, passages, lines)
 

@@ -24,7 +24,7 @@ class Work(NamedTuple):
 def run_all(work: Sequence[Work], jobs: int, n_total: int, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Run them, at most `jobs` at once; a line as each ends."""
     started, ended = time.monotonic(), 0
-    with _Watch(work, n_total) as watch:
+    with Watch(work, n_total) as watch:
         for name, good, seconds in in_processes([(one.name, one.folder) for one in work], jobs, environment):
             ended += 1
             watch.end(name)
@@ -33,7 +33,7 @@ def run_all(work: Sequence[Work], jobs: int, n_total: int, environment: Mapping[
     say(f"{len(work)} runs in {time.monotonic() - started:.0f} s")
 
 
-class _Watch:
+class Watch:
     """Reads the logs of the runs that go on."""
 
     def __init__(self, work: Sequence[Work], n_total: int) -> None:
@@ -43,12 +43,13 @@ class _Watch:
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._look, daemon=True)
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> Watch:
         from tqdm import tqdm
 
-        total = sum(one.updates for one in self.work)
-        self.bar = tqdm(total=total or None, unit="update", dynamic_ncols=True, disable=None)
-        self.begun, self.first = time.monotonic(), self._done()
+        total, self.begun = sum(one.updates for one in self.work), time.monotonic()
+        self.stale = {one.name: _Stale.of(one) for one in self.work if one.updates}
+        self.first = sum(stale.kept for stale in self.stale.values())
+        self.bar = tqdm(total=total or None, initial=self.first, unit="update", dynamic_ncols=True, disable=None)
         if not self.bar.disable:
             self.thread.start()
         return self
@@ -68,20 +69,44 @@ class _Watch:
         else:
             self.bar.write(text, file=sys.stderr)
 
-    def _done(self) -> int:
-        return sum(len(read_log(_log(one))) for one in self.work if one.updates)
+    def lines(self, one: Work) -> list[dict[str, Any]]:
+        """Of the updates that are done. Until its run goes on, a log also has those that will be done again."""
+        lines = read_log(_log(one)) if one.updates else []
+        stale = self.stale.get(one.name)
+        return lines[: stale.kept] if stale is not None and _changed(one) == stale.changed else lines
 
     def _look(self) -> None:
         while not self.over.wait(EVERY):
             losses, done = [], 0
             for one in self.work:
-                lines = read_log(_log(one)) if one.updates else []
+                lines = self.lines(one)
                 done += len(lines)
                 if one.name not in self.ended and (lines or _begun(one)):
                     losses.append(f"{one.name} {lines[-1]['loss']:.2f}" if lines else f"{one.name} starts")
             rate = (done - self.first) * self.n_total / (time.monotonic() - self.begun)
             self.bar.n = done
             self.bar.set_postfix_str(f"loss {', '.join(losses)}; {rate:.0f} samples/s{_memory()}" if losses else "", refresh=True)
+
+
+class _Stale(NamedTuple):
+    """A log that an interrupted try left."""
+
+    changed: int | None  # when; None: there is none
+    kept: int  # updates that are not done again: those before the newest checkpoint, all of a run that only was not judged
+
+    @staticmethod
+    def of(one: Work) -> _Stale:
+        run, lines = one.folder / "run", len(read_log(_log(one)))
+        if not lines or (run / "summary.json").exists():
+            return _Stale(_changed(one), lines)
+        from contaccum.adapters.checkpoint_folders import checkpoints_in, is_complete
+
+        saved = [int(folder.name.rpartition("-")[2]) for folder in checkpoints_in(run / "checkpoints") if is_complete(folder)]
+        return _Stale(_changed(one), min(lines, max(saved, default=0)))
+
+
+def _changed(one: Work) -> int | None:
+    return _log(one).stat().st_mtime_ns if _log(one).exists() else None
 
 
 def _log(one: Work) -> Path:

@@ -10,7 +10,10 @@ from contaccum.common.outputs import whole_file
 from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.readers.queries import read_queries
 
-MODEL_OPTIONS = ("tied", "pooling", "similarity", "max_seq_length", "tokenizer", "passage_model")
+MODEL_OPTIONS = (
+    *("tied", "pooling", "similarity", "max_seq_length", "tokenizer", "passage_model"),
+    *("query_prompt", "passage_prompt", "include_prompt"),
+)
 
 
 def untrained_model(options: dict[str, Any], device: str | None = None) -> Any:

@@ -15,7 +15,7 @@ from contaccum.methods.table import METHODS, get_method
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "bank_dtype": (None, "float32", "bfloat16"),
-    "pooling": ("cls", "mean", "lasttoken"),
+    "pooling": ("cls", "mean", "lasttoken", "own"),
     "similarity": ("dot", "cosine"),
     "gradient_scale": ("in-batch", "paper"),
     "drift_correction": ("auto", "mean+zero-sum", "mean", None),
@@ -60,7 +60,7 @@ class TrainConfig:
     passage_model: str | None = option(MODEL, None, "model of the passage tower, if it is another one")
     tokenizer: str | None = option(MODEL, None, "hub name or folder of the tokenizer, if the model has none")
     tied: bool = option(MODEL, False, "one tower for queries and passages")
-    pooling: str = option(MODEL, "cls", "cls, mean or lasttoken")
+    pooling: str = option(MODEL, "cls", "cls, mean or lasttoken; own: the modules that a SentenceTransformer is saved with")
     similarity: str = option(MODEL, "dot", "dot or cosine")
     scale: float | None = option(MODEL, None, "factor on the similarities; left out: 1 for dot, 20 for cosine")
     max_seq_length: int = option(MODEL, 256, "tokens per text, prompt included")

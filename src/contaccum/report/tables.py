@@ -112,8 +112,10 @@ def legend(summary: Summary) -> str:
         return cells
     best = "the best of its column" if all(row.trained for row in summary.rows) else "the best trained method of its column"
     than = f"the baseline, {reference.name}" if summary.baseline else best
+    unmarked = f"{'The baseline' if summary.baseline else 'That'} itself, what equals it as shown, and what is bold have no mark."
     return (
-        f"{cells} ≈: not significantly different from {than} (p ≥ {SIGNIFICANT}). p: two-sided paired t-test over queries, values averaged "
+        f"{cells} ≈: not significantly different from {than} (p ≥ {SIGNIFICANT}). {unmarked} Of other equal figures one may have it and "
+        "one not: the test goes query by query. p: two-sided paired t-test over queries, values averaged "
         "over seeds. It says whether other queries would give the same order, not other seeds, and is not corrected for the number of "
         "comparisons."
     )

@@ -24,6 +24,13 @@ DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # as `SentenceTransformer.
 CHARACTERS_PER_TOKEN = 4
 
 
+def prompt_of(model: Any, task: str) -> str | None:
+    """What the model puts before a text for "query" or "document"."""
+    names = ("query",) if task == "query" else DOCUMENT_PROMPTS
+    found: str | None = next((model.prompts[name] for name in names if name in model.prompts), model.prompts.get(model.default_prompt_name))
+    return found
+
+
 class Encoder:
     """Vectors equal to `model.encode_query` or `model.encode_document`, up to rounding; normalised where `normalize`.
 
@@ -43,10 +50,7 @@ class Encoder:
     ) -> None:
         self.model, self.task, self.normalize = model.eval(), task, normalize
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
-        names = ("query",) if task == "query" else DOCUMENT_PROMPTS
-        self.prompt: str | None = next(
-            (model.prompts[name] for name in names if name in model.prompts), model.prompts.get(model.default_prompt_name)
-        )
+        self.prompt = prompt_of(model, task)
 
     def dim(self) -> int:
         """Of its vectors."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_model
 from sentence_transformers import SentenceTransformer, SimilarityFunction
 from sentence_transformers.sentence_transformer.modules import Pooling, Router, Transformer
+from sentence_transformers.util import load_file_path
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -27,7 +28,8 @@ from contaccum.common.errors import DataError
 from contaccum.common.inputs import readable
 from contaccum.towers.loading import WHOLE, check_finite, check_length, check_sizes, check_tokenizer, needed_weights, positions_of
 
-POOLINGS = ("cls", "mean", "lasttoken")
+OWN = "own"  # the modules that a SentenceTransformer is saved with
+POOLINGS = ("cls", "mean", "lasttoken", OWN)
 USUAL_LENGTH = 256  # tokens
 SIMILARITIES = ("dot", "cosine")
 # Sub-folders under which paired checkpoints are found: (queries, passages).
@@ -63,7 +65,8 @@ def dual_encoder(
             `.cp` checkpoint.
         passage_model: the passage tower's source; None: as `model`.
         tied: one tower for both.
-        pooling: "cls", "mean" or "lasttoken".
+        pooling: "cls", "mean" or "lasttoken"; "own": the modules that `model`, a SentenceTransformer, is saved with (pooling of any kind,
+            Dense, Normalize, ...).
         max_seq_length: tokens of a text; None: 256, or as many as the model has positions for.
         similarity: "dot" or "cosine", for `model.similarity` and for search.
         tokenizer: source of the tokenizer where the model has none.
@@ -81,31 +84,63 @@ def dual_encoder(
     query_source, passage_source = paired_sources(model, passage_model)
     if tied and query_source != passage_source:
         raise ValueError(f"tied=True has one tower, but {query_source} and {passage_source} are two; give one or set tied=False")
+    if pooling == OWN and tokenizer is not None:
+        raise ValueError(f"tokenizer={tokenizer} cannot be given with pooling='own', which takes the model's; leave one of them out")
 
     def tower(source: Source | DPRPart) -> list[Any]:
-        with tempfile.TemporaryDirectory() as scratch:
-            name = type(source).__name__ if isinstance(source, PretrainedConfig) else source
-            # Weights are trained in single precision, whatever they are stored in.
-            options = {"dtype": torch.float32, **(model_kwargs or {})}
-            with readable(f"{name} cannot be loaded as an encoder", WHOLE), needed_weights(name):
+        name = type(source).__name__ if isinstance(source, PretrainedConfig) else source
+        # Weights are trained in single precision, whatever they are stored in.
+        options = {"dtype": torch.float32, **(model_kwargs or {})}
+        with tempfile.TemporaryDirectory() as scratch, readable(f"{name} cannot be loaded as an encoder", WHOLE), needed_weights(name):
+            if pooling == OWN:
+                transformer, *others = _own_modules(source, str(name), options)
+            else:
                 folder = _as_folder(source, tokenizer, scratch)
-                transformer = Transformer(folder, max_seq_length=max_seq_length, model_kwargs=options)
-        check_finite(transformer, name)
+                transformer, others = Transformer(folder, max_seq_length=max_seq_length, model_kwargs=options), []
+        for module in (transformer, *others):
+            check_finite(module, name)
         check_tokenizer(transformer, name)
         if max_seq_length is None:
             transformer.max_seq_length = min(USUAL_LENGTH, positions_of(transformer) or USUAL_LENGTH)
         else:
             check_length(transformer, max_seq_length)
-        for weight, parameter in transformer.named_parameters():
-            if ".pooler." in weight:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
-                parameter.requires_grad_(False)
-        return [transformer, Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling, include_prompt=include_prompt)]
+            transformer.max_seq_length = max_seq_length
+        others = others or [Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling)]
+        if poolings := [module for module in others if isinstance(module, Pooling)]:
+            for weight, parameter in transformer.named_parameters():
+                if ".pooler." in weight:  # BERT's own pooler: pooling here reads the tokens, so it would never get a gradient
+                    parameter.requires_grad_(False)
+        for module in poolings:
+            module.include_prompt = include_prompt
+        return [transformer, *others]
 
     modules = tower(query_source)
     if not tied:
         modules = [Router.for_query_document(modules, tower(passage_source))]
     prompts = {name: prompt for name, prompt in (("query", query_prompt), ("document", passage_prompt)) if prompt}
     return SentenceTransformer(modules=modules, similarity_fn_name=SimilarityFunction(similarity), prompts=prompts or None, device=device)
+
+
+def is_sentence_transformer(model: str | Path) -> bool:
+    """Whether this folder or name has modules of its own; DataError where that cannot be known."""
+    with readable(f"{model} cannot be read as a model", WHOLE):
+        return load_file_path(str(model), "modules.json") is not None
+
+
+def _own_modules(source: Source | DPRPart, name: str, options: dict[str, Any]) -> list[Any]:
+    remedy = "use cls, mean or lasttoken"
+    if isinstance(source, (PretrainedConfig, DPRPart)):
+        raise DataError(f"pooling='own' takes the modules of a saved SentenceTransformer, and {name} is none; {remedy}")
+    load_encoder_config(source)
+    if not is_sentence_transformer(source):
+        raise DataError(f"pooling='own' takes the modules of a saved SentenceTransformer, and {name} has no modules.json; {remedy}")
+    modules: list[Any] = list(SentenceTransformer(str(source), model_kwargs=options, device="cpu"))
+    if not modules or not isinstance(modules[0], Transformer):
+        first = type(modules[0]).__name__ if modules else "nothing"
+        raise DataError(f"pooling='own' takes modules that begin with a Transformer, and {name} begins with {first}; {remedy}")
+    for module in modules[1:]:
+        module.to(options["dtype"])
+    return modules
 
 
 def paired_sources(model: Source, passage_model: Source | None) -> tuple[Source | DPRPart, Source | DPRPart]:

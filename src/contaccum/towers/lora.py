@@ -42,6 +42,7 @@ def add_lora(model: SentenceTransformer, lora: Lora) -> None:
             "adapter; pip install 'contaccum[lora]'"
         )
     found = list(towers(model))
+    model.requires_grad_(False)  # also what follows a tower's transformer
     for tower in found:
         base = _base(tower.auto_model)
         adapt(tower.auto_model, lora)

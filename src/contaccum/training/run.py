@@ -74,7 +74,7 @@ def train(config: TrainConfig, resume: bool = False) -> dict[str, Any]:
 def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitStack) -> dict[str, Any]:
     """`held`: for how long this process is alone in the run folder."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    auto = config.n_local == AUTO
+    auto = [name for name, value in {"n_local": AUTO, "bank": "auto"}.items() if getattr(config, name) == value]
     if resume:
         config = as_resolved_before(run, config)
     _check_speed(config, torch.cuda.is_available(), processes)
@@ -113,7 +113,7 @@ def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitS
     if main and not resume:
         held.enter_context(alone_in_run(run))
     log = RunLog(run / "log.jsonl", loss.criterion, config.log_every, writes=main)
-    trainer = _trainer_kind(config, auto)(
+    trainer = _trainer_kind(config, "n_local" in auto)(
         model=model,
         args=training_arguments(config, batches, processes, len(dataset), columns),
         train_dataset=dataset,
@@ -124,7 +124,7 @@ def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitS
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if main and not resume:
-        begin(run, config, processes)
+        begin(run, config, processes, auto)
     updates_before, best = _before(checkpoint)  # which training may delete
     if main and checkpoint is not None:
         remove_older(checkpoint, config.keep_checkpoints, best)

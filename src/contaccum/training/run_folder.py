@@ -47,10 +47,10 @@ def alone_in_run(run: Path) -> Iterator[None]:
                 (run / "checkpoints").rmdir()
 
 
-def begin(run: Path, config: TrainConfig, processes: int) -> None:
-    """Only when nothing of the input can be refused any more is anything written."""
+def begin(run: Path, config: TrainConfig, processes: int, auto: list[str]) -> None:
+    """Only when nothing of the input can be refused any more is anything written. `auto`: fields that the run chose by itself."""
     refuse_used_folder(run)
-    write_json(run / "run.json", provenance(config.seed) | {"processes": processes, "data": _data_marks(config)})
+    write_json(run / "run.json", provenance(config.seed) | {"processes": processes, "auto": auto, "data": _data_marks(config)})
     write_text(run / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
 
 

@@ -11,6 +11,7 @@ from contaccum.memory.prediction.update import Simulation, TowerInput, Update
 from contaccum.methods.config import TrainConfig, with_bank
 from contaccum.methods.table import get_method, split_update
 from contaccum.methods.towers import lora_of, weights_dtype
+from contaccum.towers.dual_encoder import OWN
 
 # What decides the memory of loss and bank, besides the size of the micro-batch. They compute in float32 whatever the towers do.
 LOSS_FIELDS = (
@@ -97,7 +98,8 @@ class Predictor:
 
 
 def running_of(config: TrainConfig) -> Running:
-    return Running(config.pooling, config.precision, config.gradient_checkpointing, weights_dtype(config), lora_of(config))
+    pooling = "mean" if config.pooling == OWN else config.pooling  # what a projection takes besides is small beside a transformer
+    return Running(pooling, config.precision, config.gradient_checkpointing, weights_dtype(config), lora_of(config))
 
 
 def check(config: TrainConfig, query_tokens: int | None = None) -> None:
