@@ -138,7 +138,7 @@ def test_the_winner_is_trained_on_everything(finished: tuple[Path, Any, list[str
     folder, found, _ = finished
     options = dict(found.summary.rows[2].config) | {"method": "contaccum"}
     kept = {name: options[name] for name in ("model", "method", "tied", "pooling", "similarity", "n_total", "n_local", "epochs", "lr")}
-    words = command(Prepared(str(folder / "out" / "data"), 1, 1, 1), None, kept | {"max_seq_length": 16}, tmp_path / "final").split()
+    words = command(Prepared(str(folder / "out" / "data"), 1, 1, 1), kept | {"max_seq_length": 16}, tmp_path / "final").split()
     result = CliRunner().invoke(app, words[1:])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "final" / "summary.json").read_text())["updates"] == -(-300 // 16)
