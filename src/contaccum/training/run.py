@@ -1,6 +1,6 @@
 """From a training set to a model folder: one configuration, one function, one run folder.
 
-A run folder holds `config.yaml` (resolved), `run.json` (commit, versions, machine, seed), `log.jsonl` (a line per update),
+A run folder holds `config.yaml` (resolved), `run.json` (commit, versions, machine, seed, data), `log.jsonl` (a line per update),
 `diagnostics.jsonl`, with dev queries `dev.jsonl`,
 `checkpoints/` until it is finished, and then `model/` and `summary.json`.
 """
