@@ -96,21 +96,22 @@ class Bank:
         loss = (losses / rows).mean()
         grad_q, grad_p = torch.autograd.grad(loss if s.gradient_scale == "paper" else losses.mean() / n, (q, p))
         if s.zero_sum == "running":
-            grad_p = self._without_push(grad_p.view(k, -1, p.shape[-1]))
+            divisors = rows if s.gradient_scale == "paper" else torch.full_like(rows, n)
+            grad_p = self._without_push(grad_p.view(k, -1, p.shape[-1]), divisors)
         elif s.zero_sum:
             grad_p = _centred(grad_p.view(k, -1, p.shape[-1]))
         if s.zero_sum == "both":
             grad_q = _centred(grad_q.view(k, n, -1))
         return loss.detach(), grad_q.view_as(q), grad_p.view_as(p)
 
-    def _without_push(self, gradients: Tensor) -> Tensor:
-        """(k, n * c, d) minus their mean over about `push_window` samples, each micro-step's own included."""
+    def _without_push(self, gradients: Tensor, divisors: Tensor) -> Tensor:
+        """(k, n * c, d), each micro-step's divided by its own (k,), minus their mean over about `push_window` samples, its own included."""
         n, window = self.setting.n, self.setting.push_window
         before, found = self.count - self.setting.n_total, []  # this update is counted already
         for step, own in enumerate(gradients):
             weight = n / (before + (step + 1) * n).clamp(max=max(n, window))
-            self.push.lerp_(own.mean(0), weight)
-            found.append(own - self.push)
+            self.push.lerp_(own.mean(0) * divisors[step], weight)
+            found.append(own - self.push / divisors[step])
         return torch.stack(found)
 
     def _same_batch(self, query_keys: Tensor, passage_keys: Tensor) -> Tensor:
@@ -265,9 +266,10 @@ class Bank:
 
 
 def _duplicates(row_queries: Tensor, row_passages: Tensor, column_queries: Tensor, column_passages: Tensor) -> Tensor:
-    """Where a passage is the row's positive, or that of an equal query: keys (k, r), (k, r, c), (k, m), (k, m, c) -> (k, r, m, c)."""
-    same = row_passages[:, :, :1, None] == column_passages[:, None]
-    same[..., 0] |= row_queries[:, :, None] == column_queries[:, None]
+    """Where a passage is the row's query or positive, or that of a query which is: (k, r), (k, r, c), (k, m), (k, m, c) -> (k, r, m, c)."""
+    of_query, of_positive = row_queries[:, :, None], row_passages[:, :, :1]
+    same = (of_query[..., None] == column_passages[:, None]) | (of_positive[..., None] == column_passages[:, None])
+    same[..., 0] |= (of_query == column_queries[:, None]) | (of_positive == column_queries[:, None])
     return same
 
 
