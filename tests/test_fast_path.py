@@ -99,12 +99,12 @@ class NaiveMemory:
             scores += [
                 self.scale * query @ p[j]
                 for j in range(len(p))
-                if j != i and query_keys[j] != query_keys[i] and passage_keys[j] != passage_keys[i]
+                if j != i and not {query_keys[j], passage_keys[j]} & {query_keys[i], passage_keys[i]}
             ]
             scores += [
                 self.scale * query @ vector
                 for vector, (_, passage_key, query_key) in zip(stored, self.memory, strict=True)
-                if query_key != query_keys[i] and passage_key != passage_keys[i]
+                if not {query_key, passage_key} & {query_keys[i], passage_keys[i]}
             ]
             rows.append(torch.stack(scores).logsumexp(0) - scores[0])
         if s.rival.endswith("-kept"):
@@ -126,7 +126,7 @@ class NaiveGlobal:
             over = [
                 self.scale * (q[i] @ p[j] - q[i] @ p[i])
                 for j in range(len(p))
-                if j != i and query_keys[j] != query_keys[i] and passage_keys[j] != passage_keys[i]
+                if j != i and not {query_keys[j], passage_keys[j]} & {query_keys[i], passage_keys[i]}
             ]
             found = sum(math.exp(x.item()) for x in over) / max(1, len(over))
             u = max((1 - self.gamma) * self.u[sample] + self.gamma * found if sample in self.u else found, 1e-20)
