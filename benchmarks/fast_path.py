@@ -177,8 +177,8 @@ class Bank:
             present = self._present(s.bank, n * torch.arange(k, device=q.device))
             bank_p = self._windows("passages", p.detach()[:, None])[:, :, 0] if s.rival == "xbm" else self._matched(p.detach(), present)
             bank_qk = self._windows("query_keys", query_keys.flatten())
-            bank_pk = self._windows("passage_keys", passage_keys.flatten()[:, None])[..., 0]
-            duplicate = (query_keys[:, :, None] == bank_qk[:, None]) | (passage_keys[:, :, None] == bank_pk[:, None])  # (k, n, m)
+            bank_pk = self._windows("passage_keys", passage_keys.flatten()[:, None])
+            duplicate = _duplicates(query_keys, passage_keys[..., None], bank_qk, bank_pk)[..., 0]  # (k, n, m)
         over_bank = (scale * (q.view(k, n, -1) @ bank_p.mT)).masked_fill(duplicate | ~present[:, None], -torch.inf)
         self.count += k * n
         return (torch.cat([own, over_bank], 2).logsumexp(2) - own.diagonal(dim1=1, dim2=2)).sum(1)
