@@ -235,7 +235,7 @@ def test_an_answer_that_calls_itself_is_refused() -> None:
         answers.has_answer(["(?R)"], "a text", "regex")
 
 
-def test_queries_without_answers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_queries_without_answers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a run of texts, and beside one of ids; where none has answers, nothing can be judged."""
     file = dpr_results(tmp_path / "r.json", answers=["city"])
     write_json(file, [*read_json(file), *({**read_json(file)[0], "id": name, "answers": []} for name in ("q2", "q3"))])
@@ -280,7 +280,7 @@ def test_judgements_that_nothing_can_meet(judged: list[str], message: str, model
         ("w1", "string", 1.0, ""),
     ],
 )
-def test_answers_that_say_nothing_are_told(
+def test_answers_that_say_nothing_are_named(
     answer: str, match: str, share: float, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [{"question": "q", "answers": [answer], "ctxs": [{"id": "d0", "text": "w1 ([", "score": 1.0}]}]
@@ -290,7 +290,7 @@ def test_answers_that_say_nothing_are_told(
     assert message in said if message else not said
 
 
-def test_judged_queries_without_results_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_judged_queries_without_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_beir(tmp_path / "data", ["w1 w2", "w3"], ["w1", "w3 w4"], test=range(2))
     run = write(tmp_path / "r.trec", "q0 Q0 d0 1 9.0 t\n")
     assert evaluate_run(run, qrels=data, split="test")["metrics"]["MRR@10"] == 0.5

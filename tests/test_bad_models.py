@@ -25,7 +25,7 @@ from contaccum.retrieval.model import model_on_device
 from contaccum.towers.loading import load_model
 from contaccum.towers.random_encoder import write_word_tokenizer
 from contaccum.training.run import train
-from contaccum.training.sound import UPDATES, check_learns, check_losses, tell_collapse
+from contaccum.training.sound import UPDATES, check_learns, check_losses, note_collapse
 from data_files import jsonl as lines
 from data_files import write
 
@@ -310,7 +310,7 @@ def _same_for_all(folder: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["zero weights", "a large layer_norm_eps"])
-def test_a_model_that_gives_all_texts_one_vector_is_not_trained_and_told(change: str, copied: Path, jsonl, tmp_path: Path, capsys) -> None:
+def test_a_model_that_gives_all_texts_one_vector_is_not_trained_and_said(change: str, copied: Path, jsonl, tmp_path: Path, capsys) -> None:
     data = write_beir(tmp_path / "data", ["w1 w2", "w3"], ["w1", "w3 w4"], test=range(2))
     evaluate(str(copied), data, device="cpu", progress=False)
     assert "the same vector" not in capsys.readouterr().err
@@ -323,12 +323,12 @@ def test_a_model_that_gives_all_texts_one_vector_is_not_trained_and_told(change:
     assert capsys.readouterr().err == said * 2  # of queries and of passages
 
 
-def test_losses_of_a_collapsed_model_are_told(capsys) -> None:
+def test_losses_of_a_collapsed_model_are_named(capsys) -> None:
     standing = {"loss": math.log(128), "negatives_per_query": 127}
     for lines_ in ([standing] * (UPDATES - 1), [standing] * UPDATES + [standing | {"loss": 4.8}]):
-        tell_collapse(lines_)
+        note_collapse(lines_)
     assert capsys.readouterr().err == ""
-    tell_collapse([standing | {"loss": 4.8}] + [standing | {"loss": math.log(128) + 1e-4}] * UPDATES)
+    note_collapse([standing | {"loss": 4.8}] + [standing | {"loss": math.log(128) + 1e-4}] * UPDATES)
     assert "note: the model collapsed in training: the loss of the last 10 updates is log(1 + negatives) = 4.852" in capsys.readouterr().err
 
 

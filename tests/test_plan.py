@@ -49,7 +49,7 @@ def test_choices_are_monotone_in_memory_and_the_largest_that_fit() -> None:
     assert chosen[-1] == (True, 96)
 
 
-def test_what_would_buy_more_is_told() -> None:
+def test_what_would_buy_more_is_said() -> None:
     found = plan(asked("200MB"))
     bought = {alternative.options: alternative.n_local for alternative in found.more}
     assert bought["--gradient-checkpointing"] > found.config.n_local
@@ -233,7 +233,7 @@ def test_the_fastest_of_what_was_tried_is_the_plan(quickest: str) -> None:
     assert [line.split(":")[0] for line in said if "graphs" in line] == [f"tried {names['graphs']}"]
 
 
-def test_what_cannot_be_tried_beside_a_plan_is_told() -> None:
+def test_what_cannot_be_tried_beside_a_plan_is_said() -> None:
     def attempt(config: TrainConfig, *args: Any) -> Measured | None:
         if config.cuda_graphs:
             raise RuntimeError("measuring failed: no graphs today")

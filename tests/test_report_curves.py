@@ -92,7 +92,7 @@ def test_bars_show_the_deviation() -> None:
     assert (start, end) == (18.0, 22.0)
 
 
-def test_a_loss_that_is_not_finite_is_left_out_and_told(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_left_out_and_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", [1.0, math.nan, 3.0])
     summary = summary_of([run])
     assert loss_curve(summary.rows[0].runs[0]) == {1: 1.0, 3: 3.0}

@@ -174,7 +174,7 @@ def test_automatic_bank_is_eight_updates_a_sixteenth_of_the_rows_or_a_micro_batc
 
 
 @pytest.mark.parametrize(("method", "correction"), [("contaccum", "mean+zero-sum"), ("contaccum-no-past", None), ("gradaccum", None)])
-def test_defaults_are_resolved_written_told_and_resumed(method: str, correction, jsonl, model_folder, tmp_path, capsys) -> None:
+def test_defaults_are_resolved_written_said_and_resumed(method: str, correction, jsonl, model_folder, tmp_path, capsys) -> None:
     arguments = options(jsonl(64), model_folder, tmp_path / "run", method=method, bank="auto")
     train(TrainConfig(**arguments))
     printed = capsys.readouterr().err

@@ -57,7 +57,7 @@ def join_training(loss: ContAccumLoss) -> None:
     callbacks = _callbacks(trainer)
     if any(loss in callback.joined for callback in callbacks):
         return
-    if not any(callback.told_data_sets for callback in callbacks):
+    if not any(callback.knows_data_sets for callback in callbacks):
         _refuse_shared_banks(loss, trainer)
     if not callbacks:
         callbacks = [_late_callback(trainer)]

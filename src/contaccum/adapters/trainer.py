@@ -91,7 +91,7 @@ class ContAccumCallback(SkippedSteps):
     3. A checkpoint is saved: banks are written into it, one file per process where they differ.
     """
 
-    told_data_sets = False  # whether `select_banks` is called with the data set of every batch
+    knows_data_sets = False  # whether `select_banks` is called with the data set of every batch
 
     def __init__(self, loss: Losses, checkpoint: str | None = None) -> None:
         self.loss = loss
@@ -144,7 +144,7 @@ class ContAccumCallback(SkippedSteps):
                     "gather_across_devices=True would mix data sets: at one step each process may have a batch of another one; "
                     "use gather_across_devices=False, or concatenate the data sets"
                 )
-            if len(names) > 1 and self.told_data_sets:
+            if len(names) > 1 and self.knows_data_sets:
                 shared[loss] = names
         return shared
 
@@ -239,7 +239,7 @@ class ContAccumTrainer(SentenceTransformerTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.bank_callback = ContAccumCallback(self.loss)
-        self.bank_callback.told_data_sets = True
+        self.bank_callback.knows_data_sets = True
         self.add_callback(self.bank_callback)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

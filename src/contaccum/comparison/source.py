@@ -1,7 +1,7 @@
 """Any readable data as what a comparison needs: rows to train on, dev and test queries, and one collection to search.
 
 1. `prepare` reads the source; columns are guessed where it is a table.
-2. Dev and test rows are held out where the source has none; the training rows are drawn anew, so that the first of them are a sample.
+2. Dev and test rows are held out where the source has none; the training rows are shuffled, so that the first of them are a sample.
 3. A BEIR folder is written: the collection is every passage of every split, and the source's own collection where it has one.
 """
 

@@ -69,7 +69,7 @@ class LogSumTable(LazyBuffers):
             done += end - begin
 
     def rebuild(self, rows: int, filled: int, rescore: Callable[[int, int], Tensor]) -> None:
-        """Sum all anew: the scores have changed."""
+        """Sum all once more: the scores have changed."""
         self.clear()  # the open group is opened again by the next column
         for group, first in enumerate(range(0, filled, self.group_size)):
             self.coarse[:rows, group] = rescore(first, min(first + self.group_size, filled)).logsumexp(1)

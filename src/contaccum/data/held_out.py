@@ -24,7 +24,7 @@ BATCH = 1000  # rows read at once
 
 
 def hold_out(table: Any, wanted: Mapping[str, int], keep_order: bool = True) -> dict[str, RowReader]:
-    """The rows of "train" and of every split that is `wanted`, with about so many rows; in the table's order or drawn anew."""
+    """The rows of "train" and of every split that is `wanted`, with about so many rows; in the table's order or shuffled."""
     parts = split_rows(table, wanted)
     chance = np.random.default_rng(0)
     return {split: _reader(table, rows if keep_order else chance.permutation(rows)) for split, rows in parts.items()}

@@ -163,7 +163,7 @@ def measure_cases(
         for case in cases:
             if not any(turn.failed for turn in turns[case]):
                 turns[case].append(turn := _turn(case, model, optimizer, updates, seed))
-                say(_told(case, turn))
+                say(_as_line(case, turn))
     rows = [_row(size, case, turns[case], seed) for case in cases]
     bases = {_comparable(case): row["seconds"] for case, row in zip(cases, rows, strict=True) if case.way == "gradaccum"}
     for case, row in zip(cases, rows, strict=True):
@@ -172,7 +172,7 @@ def measure_cases(
     return rows
 
 
-def _told(case: Case, turn: Turn) -> str:
+def _as_line(case: Case, turn: Turn) -> str:
     work = case.work
     marks = [work.precision, f"n = {work.n_local}", f"N_total = {work.n_total}"] + [f"bank = {work.bank}"] * VARIANTS[case.way].banked
     marks += ["compiled"] * work.compile + ["unpadded"] * work.unpad + ["checkpointing"] * work.checkpointing

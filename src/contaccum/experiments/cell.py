@@ -40,7 +40,7 @@ def _train(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     data, run = Ready(**spec["data"]), folder / "run"
     summary = _trained(run, {**spec["options"], "data": data.train, "seed": spec["seed"]})
     metrics = judge_run(run / "model", run, data) if spec["evaluated"] else {}
-    return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
+    return {"metrics": metrics, "summary": summary, "diagnostics": _diagnosed(run)}
 
 
 def _trained(run: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _pretrain(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     run = folder / "pretraining"
     summary = _trained(run, {**spec["options"], "data": spec["documents"], "seed": spec["seed"]})
     metrics, _ = _tuned(folder, spec, run, run / "model")
-    return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(run)}
+    return {"metrics": metrics, "summary": summary, "diagnostics": _diagnosed(run)}
 
 
 def _fine_tune(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _fine_tune(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
     from contaccum.experiments.baselines import untrained_model
 
     metrics, summary = _tuned(folder, spec, folder / "untrained", untrained_model(spec["fine_tuning"]))
-    return {"metrics": metrics, "summary": summary, "diagnostics": _told_by(folder / "run")}
+    return {"metrics": metrics, "summary": summary, "diagnostics": _diagnosed(folder / "run")}
 
 
 def _tuned(folder: Path, spec: dict[str, Any], before: Path, model: Any) -> tuple[dict[str, float], dict[str, Any]]:
@@ -135,7 +135,7 @@ def _sources(data: Ready) -> tuple[dict[str, Any], dict[str, Any]]:
     return sources, {"split": data.split, "match": data.match, **by}
 
 
-def _told_by(run: Path) -> dict[str, Any]:
+def _diagnosed(run: Path) -> dict[str, Any]:
     """What the figures of gradnorm and simmass draw."""
     lines = read_log(run / "diagnostics.jsonl")
     ratios = [[line["update"], line["grad_norm_ratio"]] for line in lines if line.get("grad_norm_ratio") is not None]

@@ -154,12 +154,14 @@ def differences(rows: Sequence[ConfigRow]) -> dict[str, list[Any]]:
     configs = [row.config for row in rows]
     fields = [name for name in dict.fromkeys(name for config in configs for name in config) if name not in REPEATED]
     found = {name: [config.get(name) for config in configs] for name in fields}
-    found |= {f"{name} (run.json)": [_told(row, name) for row in rows] for name in ("commit", "device", "python", "torch", "transformers")}
+    found |= {
+        f"{name} (run.json)": [_shown_value(row, name) for row in rows] for name in ("commit", "device", "python", "torch", "transformers")
+    }
     seeds = {"seed": [", ".join(str(run.seed) for run in row.runs) for row in rows]}
     return {name: values for name, values in (found | seeds).items() if _differ(values)}
 
 
-def _told(row: ConfigRow, name: str) -> str | None:
+def _shown_value(row: ConfigRow, name: str) -> str | None:
     """What run.json says, of all seeds; None where no seed has it."""
     parts = [run.provenance.get(name, (run.provenance.get("versions") or {}).get(name)) for run in row.runs]
     return ", ".join(dict.fromkeys(str(value) for value in parts if value is not None)) or None

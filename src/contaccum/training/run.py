@@ -55,7 +55,7 @@ from contaccum.training.run_folder import (
     remove_older,
 )
 from contaccum.training.runlog import EpochForDraws, Progress, RunLog
-from contaccum.training.sound import check_weights, tell_collapse
+from contaccum.training.sound import check_weights, note_collapse
 from contaccum.training.trainer_arguments import training_arguments, warm_up
 
 FIRST_ROWS = 64  # whose words the tokenizer must know
@@ -134,7 +134,7 @@ def _train(config: TrainConfig, run: Path, resume: bool, main: bool, held: ExitS
     summary |= {"cpu_seconds": time.process_time() - cpu_started, "threads": torch.get_num_threads()}
     if main:
         check_weights(model)
-        tell_collapse(log.written)
+        note_collapse(log.written)
         if has_two_adapters(model):
             merge_lora(model)
         finish(run, model, summary, config.checkpoints_at_end)

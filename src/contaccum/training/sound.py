@@ -34,7 +34,7 @@ def check_learns(lines: Sequence[Mapping[str, Any]], ended: bool = False) -> Non
         )
 
 
-def tell_collapse(lines: Sequence[Mapping[str, Any]]) -> None:
+def note_collapse(lines: Sequence[Mapping[str, Any]]) -> None:
     """A note where the last losses are those of vectors that are all the same, log(1 + negatives)."""
     last = lines[-UPDATES:]
     if len(last) == UPDATES and all(abs(line["loss"] - math.log1p(line["negatives_per_query"])) < COLLAPSED for line in last):
