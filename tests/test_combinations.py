@@ -21,10 +21,10 @@ from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladeP
 from sentence_transformers.util import dot_score
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import AutoTokenizer, BertForMaskedLM
+from transformers import AutoModel, AutoTokenizer, BertForMaskedLM
 
 from conftest import assert_close, rows, tiny_config
-from contaccum import CachedContAccumLoss, ContAccumLoss
+from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
 from contaccum.adapters.text_keys import token_keys
 from reference import ReferenceInfoNCE
 from test_comparison import FOUR, SYMMETRIC
@@ -126,23 +126,40 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "nothing masked": {"mask_duplicates": False},
     "labels masked": {"mask_labels": True},
     "GradCache by tokens": {"mini_batch_num_tokens": 12},
+    "adapters": {"lora": True, "arguments": {"router_mapping": {}}},
+    "prompts": {"arguments": {"prompts": {"query": "w1 w2 ", "positive": "w3 ", "negative": "w3 "}}},
+    "no batch with a text twice": {"arguments": {"batch_sampler": "no_duplicates"}},
+    "workers that tokenise ahead": {"arguments": {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2}},
 }
 
 
-ALSO_CACHED = ("four directions", "guide", "matryoshka", "matryoshka, one width a step, never the whole", "labels masked")
+ALSO_CACHED = (
+    "adapters",
+    "prompts",
+    "four directions",
+    "guide",
+    "matryoshka",
+    "matryoshka, one width a step, never the whole",
+    "labels masked",
+)
 ONLY_CACHED = ("GradCache by tokens",)
 CASES = [*((name, False) for name in COMBINATIONS if name not in ONLY_CACHED), *((name, True) for name in (*ALSO_CACHED, *ONLY_CACHED))]
 
 
 @pytest.mark.parametrize(("name", "cached"), CASES)
 @pytest.mark.filterwarnings("ignore:The model's embedding dimension")
-def test_a_training_equals_the_reference_by_hand_and_resumes(tiny_encoder, tmp_path: Path, name: str, cached: bool) -> None:
+def test_a_training_equals_the_reference_by_hand_and_resumes(
+    tiny_encoder, tokenizer_folder, tmp_path: Path, name: str, cached: bool
+) -> None:
     options = dict(COMBINATIONS[name])
     guided, widths = options.pop("guided", False), options.pop("matryoshka", None)
+    lora = options.pop("lora", False)
+    build = partial(with_adapters, tmp_path / "base", tokenizer_folder) if lora else partial(tiny_encoder, dropout=0.0)
+    further = options.pop("arguments", {})
     guide = tiny_encoder(seed=7, tied=True, dropout=0.0) if guided else None
 
     def train(resume: str | None = None) -> tuple[SentenceTransformer, Recorder, Any]:
-        model = tiny_encoder(dropout=0.0)
+        model = build()
         kind = partial(CachedContAccumLoss, mini_batch_size=3) if cached else ContAccumLoss
         loss: Any = kind(model, 5.0, bank_size=BANK, guide=guide, **options)
         loss = loss if widths is None else MatryoshkaLoss(model, loss, **widths)
@@ -151,11 +168,11 @@ def test_a_training_equals_the_reference_by_hand_and_resumes(tiny_encoder, tmp_p
         saved = {"save_strategy": "steps", "save_steps": 2, "resume": resume, "num_train_epochs": 2}
         data = triplets()
         data = data.add_column("label", [i % 5 for i in range(len(data))]) if options.get("mask_labels") else data
-        trained(model, tmp_path, SentenceTransformerTrainer, loss, data, **arguments, **saved)
+        trained(model, tmp_path, SentenceTransformerTrainer, loss, data, **{**arguments, **saved, **further})
         return model, recorder, loss
 
     model, recorder, loss = train()
-    again = tiny_encoder(dropout=0.0)
+    again = build()
     criterion = (loss if widths is None else loss.loss).criterion
     reference = ReferenceInfoNCE(
         BANK, 5.0, "cosine", drift_correction=criterion.drift_correction, **{"margin": 0.0 if guided else None, **without(options)}
@@ -167,6 +184,20 @@ def test_a_training_equals_the_reference_by_hand_and_resumes(tiny_encoder, tmp_p
     assert_close(model.state_dict(), again.state_dict())
     resumed, _, _ = train(resume=str(tmp_path / "checkpoint-2"))
     assert_bit_equal(resumed.state_dict(), model.state_dict())
+
+
+def with_adapters(base: Path, tokenizer_folder: str) -> SentenceTransformer:
+    """One tower; its base lies in a folder, where a checkpoint looks for it."""
+    from peft import LoraConfig, TaskType
+
+    if not base.exists():
+        torch.manual_seed(0)
+        AutoModel.from_config(tiny_config(dropout=0.0)).save_pretrained(base)
+        AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(base)
+    model = dual_encoder(base, tied=True, pooling="mean", max_seq_length=32, device="cpu")
+    torch.manual_seed(3)
+    model.add_adapter(LoraConfig(task_type=TaskType.FEATURE_EXTRACTION, r=2, target_modules=["query", "value"], init_lora_weights=False))
+    return model
 
 
 def without(options: dict[str, Any]) -> dict[str, Any]:

@@ -291,17 +291,6 @@ def test_model_families_train_and_learn(tiny_encoder, tmp_path, family, loss_cla
     assert sum(full[-8:]) < 0.8 * sum(full[:8])
 
 
-def test_lora(tiny_encoder, tmp_path) -> None:
-    from peft import LoraConfig, TaskType
-
-    model = tiny_encoder(tied=True)
-    model.add_adapter(LoraConfig(task_type=TaskType.FEATURE_EXTRACTION, r=2, target_modules=["query", "value"]))
-    trained(model, tmp_path, router_mapping={})
-    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert trainable
-    assert all("lora" in name for name in trainable)
-
-
 def test_gradient_checkpointing_changes_no_gradient(tiny_encoder, tmp_path) -> None:
     plain = trained(tiny_encoder(), tmp_path / "a", optim="sgd")
     checkpointed = trained(tiny_encoder(), tmp_path / "b", optim="sgd", gradient_checkpointing=True)
