@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from commands import Commands, commands
@@ -468,6 +469,45 @@ def test_a_damaged_table(name: str, content: bytes, tmp_path: Path) -> None:
             use()
         assert_one_line(error)
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("column", "buffer"), [("query", 1), ("positive", 2), ("negatives", 1)])
+def test_a_table_whose_offsets_or_texts_are_damaged(
+    column: str, buffer: int, tmp_path: Path, commands: Commands, model_folder: str
+) -> None:
+    """Arrow maps it without a look; the first row that is read can be whole."""
+    folder = prepared(tmp_path)
+    file = folder / "train" / "data-00000-of-00001.arrow"
+    overwrite(file, column, buffer)
+    options = ("--n-total", "2", "--n-local", "2", "--bank", "2", "--max-updates", "2", "--output", tmp_path / "out")
+    for words in (("train", "--data", folder, "--model", model_folder), ("prepare", folder), ("mine", folder, "--stopwords", "none")):
+        said = commands.refused(*words, *(options if words[0] == "train" else options[-2:]))
+        assert f"{file} is damaged (" in said
+        assert said.endswith("); prepare the data set again")
+    assert not (tmp_path / "out").exists()
+
+
+def overwrite(file: Path, column: str, buffer: int) -> None:
+    """The last four bytes of the offsets (1) or texts (2) of a column in an Arrow file become 255: an offset of -1, or no UTF-8."""
+    with pa.memory_map(str(file)) as source:
+        first = source.read_buffer().address
+        source.seek(0)
+        found = pa.ipc.open_stream(source).read_all().column(column).chunk(0)
+        values = found.buffers()[buffer]
+        used = values.size if buffer == 2 else 4 * (len(found) + 1)
+        end = values.address - first + used
+        del found, values
+    content = bytearray(file.read_bytes())
+    content[end - 4 : end] = b"\xff" * 4
+    file.write_bytes(content)
+
+
+def test_a_damaged_split_that_is_not_used_is_not_read(tmp_path: Path) -> None:
+    prepare(write_pairs(tmp_path / "a.jsonl", rows(8)), tmp_path / "set", hold_out=0.2)
+    overwrite(tmp_path / "set" / "dev" / "data-00000-of-00001.arrow", "query", 1)
+    assert len(load_training_set(tmp_path / "set")) == 4
+    with pytest.raises(DataError, match=r"dev/data-00000-of-00001\.arrow is damaged"):
+        load_training_set(tmp_path / "set", "train+dev")
 
 
 def test_a_missing_text_is_not_the_word_none(tmp_path: Path) -> None:

@@ -76,8 +76,9 @@ def load_splits(folder: Path, split: str) -> Dataset:
     """The rows of a split, or of several, of a data set on disk."""
     if not is_saved(folder):
         raise DataError(f"{folder} is neither a BEIR folder (no corpus.jsonl) nor a saved data set (no dataset_dict.json)")
-    tables = load_saved(folder)
-    names = split.split("+") if (folder / LISTING).is_file() else list(tables)
+    names = split.split("+") if (folder / LISTING).is_file() else None
+    tables = load_saved(folder, names)
+    names = list(tables) if names is None else names
     if missing_splits := [name for name in names if name not in tables]:
         raise DataError(f"{folder} has no split {missing_splits[0]!r}; it has {listed(tables)}")
     with readable(f"{folder} cannot be read as a saved data set", REMEDY):
