@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ VOLATILE = (
     *("resumed_at_update", "_fingerprint", "notes", "verdict"),
 )
 # Of a cell that was ended; and an empty scratch folder with its lock, of a process that was killed when its work was done.
-LEFT = ("cell.log", ".lock", ".run.part", ".data.part")
+LEFT = ("cell.log", ".lock", ".run.part", ".data.part", "*.faiss.part")
 # Of these only so much is compared. The trainer's own log averages losses since it began, log.jsonl does not.
 VOLATILE_FILES = {"run.json": ("processes", "seed"), "trainer_state.json": ("global_step", "epoch", "best_metric", "best_global_step")}
 
@@ -103,6 +104,24 @@ def write_inputs(folder: Path) -> None:
     for split, numbers in {"train": range(32), "test": range(32, 40)}.items():
         lines = "".join(f"q{number}\td{number}\t1\n" for number in numbers)
         (beir / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + lines)
+    _write_results(folder)
+
+
+def _write_results(folder: Path) -> None:
+    """What `search`, `evaluate --run` and `report` read: vectors, and two trained and judged runs."""
+    from contaccum.retrieval import evaluate
+    from contaccum.retrieval.encode import encode
+    from contaccum.retrieval.search import search
+    from contaccum.training.run import train
+
+    model, beir, vectors = str(folder / "model"), folder / "beir", folder / "vectors"
+    encode(model, beir, vectors / "passages", progress=False)
+    encode(model, beir, vectors / "queries", queries=True, split="test", progress=False)
+    search(vectors / "passages", vectors / "queries", folder / "found.trec", progress=False)
+    for method in ("gradaccum", "contaccum"):
+        run = folder / "runs" / method
+        train(_config(folder, run, method=method, diagnose_every=1, checkpoints_at_end=False))
+        evaluate(str(run / "model"), beir, output=run, progress=False)
 
 
 # Commands ----------------------------------------------------------------------------------------------------------------------
@@ -150,6 +169,34 @@ def _evaluate(inputs: Path, output: Path) -> None:
     from contaccum.retrieval import evaluate
 
     evaluate(str(inputs / "model"), inputs / "beir", output=output, progress=False)
+
+
+def _evaluate_run(inputs: Path, output: Path) -> None:
+    from contaccum.retrieval import evaluate
+
+    evaluate(run=inputs / "found.trec", qrels=inputs / "beir", output=output / "evaluation.json")
+
+
+def _search(inputs: Path, output: Path) -> None:
+    from contaccum.retrieval.search import search
+
+    vectors = inputs / "vectors"
+    search(vectors / "passages", vectors / "queries", output / "found.trec", k=5, json_output=output / "found.json", progress=False)
+
+
+def _search_index(inputs: Path, output: Path) -> None:
+    """The index is kept beside the vectors, so that they are written too."""
+    from contaccum.retrieval.search import search
+
+    _encode(inputs, output / "passages")
+    search(output / "passages", inputs / "vectors" / "queries", output / "found.trec", k=5, index="HNSW8", progress=False)
+
+
+def _report(inputs: Path, output: Path) -> None:
+    from contaccum.report.build import report
+
+    runs = [inputs / "runs" / method for method in ("gradaccum", "contaccum")]
+    report(runs, output / "report.html", json=output / "report.json", markdown=output / "report.md", compare=[(str(runs[0]), str(runs[1]))])
 
 
 def _writes_new(run: Callable[[Path, Path], None]) -> Command:
@@ -212,6 +259,10 @@ def commands() -> dict[str, Command]:
         "train-dev": _trains(dev_every=2, epochs=1.0, save_every=2, hard_negatives=0),
         "encode": Command(_encode),
         "evaluate": Command(_evaluate),
+        "evaluate-run": Command(_evaluate_run),
+        "search": Command(_search),
+        "search-index": Command(_search_index),
+        "report": Command(_report),
         "mine": _writes_new(_mine),
         "prepare-dpr": _writes_new(_prepare_dpr),
         "prepare-beir": _writes_new(_prepare_beir),
@@ -225,7 +276,9 @@ def commands() -> dict[str, Command]:
 
 def contents(folder: Path) -> dict[str, str]:
     """Name -> what is compared of it."""
-    named = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.name not in LEFT}
+    named = {
+        str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if not any(fnmatch(path.name, left) for left in LEFT)
+    }
     return {name: _content(path) for name, path in named.items()}
 
 

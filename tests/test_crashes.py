@@ -26,7 +26,7 @@ from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.cli import app, main
 from contaccum.common.errors import CheckpointError, is_full_disk
 from contaccum.common.lock import alone_in
-from contaccum.common.outputs import is_unused, remove_parts, scratch_for, write_jsonl, write_text
+from contaccum.common.outputs import is_unused, remove_parts, scratch_for, sole_path, write_jsonl, write_text
 from contaccum.common.provenance import marks_of
 from contaccum.data.prepare import prepare
 from contaccum.data.training_set import files_of
@@ -86,6 +86,26 @@ def test_a_scratch_folder_is_emptied_of_what_a_killed_process_left(tmp_path) -> 
     with pytest.raises(ValueError, match=r"another process is writing to .*out; wait"), scratch_for(tmp_path / "out"):
         pass
     other.kill()
+
+
+def test_a_file_that_one_process_writes_is_refused_to_another_and_what_killed_ones_left_goes(tmp_path) -> None:
+    with sole_path(tmp_path / "a") as part:
+        write_text(part, "first")
+        with pytest.raises(ValueError, match=r"another process is writing to .*a; wait"):
+            elsewhere(tmp_path / "a")
+    left = tmp_path / ".a.part"
+    left.mkdir()
+    (left / "a.123.part").touch()
+    elsewhere(tmp_path / "a")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "second")]
+
+
+def elsewhere(file: Path) -> None:
+    """Write `file` in another process."""
+    script = "import sys; from contaccum.common.outputs import *\nwith sole_path(sys.argv[1]) as part: write_text(part, 'second')"
+    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr)
 
 
 def test_a_file_is_whole_or_not_there(tmp_path) -> None:
@@ -378,6 +398,22 @@ def test_killed_or_without_room_at_a_few_file_operations() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler and Linux")
-@pytest.mark.parametrize("command", ["train", "train-dev", "mine", "prepare-dpr", "prepare-beir", "reproduce", "compare"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train",
+        "train-dev",
+        "mine",
+        "prepare-dpr",
+        "prepare-beir",
+        "search",
+        "search-index",
+        "evaluate",
+        "evaluate-run",
+        "report",
+        "reproduce",
+        "compare",
+    ],
+)
 def test_killed_or_without_room_at_file_operations(command: str) -> None:
     crash_points(command, "--every", "40" if command in ("reproduce", "compare") else "12")

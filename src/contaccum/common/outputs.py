@@ -120,6 +120,15 @@ def whole_path(path: str | Path) -> Iterator[Path]:
 
 
 @contextmanager
+def sole_path(path: str | Path) -> Iterator[Path]:
+    """The same where one process alone writes it: another is refused, and what killed ones left goes."""
+    with scratch_for(Path(path)) as scratch:
+        part = scratch / Path(path).name
+        yield part
+        os.replace(part, path)
+
+
+@contextmanager
 def gone_if_refused(folder: Path) -> Iterator[None]:
     """Where the block refuses its input, what it began in `folder` goes. For whoever is alone in it."""
     new = is_unused(folder)

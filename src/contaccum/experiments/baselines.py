@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from contaccum.common.outputs import whole_file
+from contaccum.common.outputs import sole_path, whole_file
 from contaccum.data.readers.collections import encoded_texts
 from contaccum.data.readers.queries import read_queries
 
@@ -43,5 +43,5 @@ def search_by_words(collection: str, queries: str, split: str | None, k: int, ou
         query.id: [Hit(keys[place], float(k - rank)) for rank, place in enumerate(places)]
         for query, places in zip(asked, found, strict=True)
     }
-    with whole_file(output) as file:
+    with sole_path(output) as part, whole_file(part) as file:
         write_run(file, ranked, "bm25")

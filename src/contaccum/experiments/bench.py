@@ -30,7 +30,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from contaccum.adapters.losses import ContAccumLoss
-from contaccum.common.outputs import check_file, write_json
+from contaccum.common.outputs import check_file, sole_path, write_json
 from contaccum.common.provenance import provenance
 from contaccum.common.sizes import parse_bytes
 from contaccum.experiments.grid import SIZES
@@ -120,9 +120,11 @@ def bench(
         work = replace(work, compile=compile, unpad=unpad, checkpointing=gradient_checkpointing, graphs=cuda_graphs)
         rows += measure(model, work, variants, rounds, updates)
     if output is not None:
-        write_json(output, {"provenance": provenance(0), "rows": rows})
+        with sole_path(output) as part:
+            write_json(part, {"provenance": provenance(0), "rows": rows})
     if share is not None:
-        write_json(share, shared(rows, options))
+        with sole_path(share) as part:
+            write_json(part, shared(rows, options))
     return rows
 
 

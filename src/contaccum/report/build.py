@@ -9,7 +9,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from contaccum.common.outputs import check_file, write_text
+from contaccum.common.outputs import check_file, sole_path, write_text
 from contaccum.report.figures import drawings
 from contaccum.report.folders import read_run_folder
 from contaccum.report.page import page
@@ -70,13 +70,18 @@ def report(
         except (ValueError, OSError) as error:
             reason = f"There is no query browser: {error}."
     words = answer(summary) if answer else Answer(sentences(summary))
-    write_text(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}, words))
+    _write(output, page(summary, drawn, pictures, browser, reason, title, introduction, provenance or {}, words))
     if json is not None:
         results = {"verdict": words.text(), **summary.as_json(), **({"provenance": dict(provenance)} if provenance else {})}
-        write_text(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+        _write(json, dumps(_finite(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     if markdown is not None:
-        write_text(markdown, as_text(summary, words))
+        _write(markdown, as_text(summary, words))
     return summary
+
+
+def _write(file: str | Path, text: str) -> None:
+    with sole_path(file) as part:
+        write_text(part, text)
 
 
 def as_text(summary: Summary, answer: Answer | None = None) -> str:

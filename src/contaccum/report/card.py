@@ -10,7 +10,7 @@ from typing import Any
 
 from contaccum.common.errors import DataError
 from contaccum.common.inputs import readable
-from contaccum.common.outputs import read_if_whole, write_text
+from contaccum.common.outputs import read_if_whole, sole_path, write_text
 from contaccum.report.folders import Run, read_run_folder
 from contaccum.report.numbers import duration, percent
 from contaccum.report.rows import rows_of, value_text
@@ -90,7 +90,8 @@ def write_card(run: Run, model: Path, name: str) -> Path:
     text = _with_names(SECTION.sub("", card.text), run, name)
     place = text.find("## Training Details")
     card.text = text + "\n" + section if place < 0 else text[:place] + section + text[place:]
-    write_text(file, f"---\n{card.data.to_yaml()}\n---\n{card.text.lstrip()}")
+    with sole_path(file) as part:
+        write_text(part, f"---\n{card.data.to_yaml()}\n---\n{card.text.lstrip()}")
     return file
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import whole_path
+from contaccum.common.outputs import sole_path
 from contaccum.retrieval.batches import ahead
 from contaccum.retrieval.exact import check_finite
 from contaccum.retrieval.shards import Vectors
@@ -27,8 +27,8 @@ def open_index(vectors: Vectors, factory: str, advance: Callable[[int], object] 
             return faiss.read_index(str(file))
         except RuntimeError as error:
             raise DataError(f"{file} cannot be read ({_reason(error)}); remove it, and it is built again") from error
-    index = _build(vectors, factory, advance)
-    with whole_path(file) as part:
+    with sole_path(file) as part:
+        index = _build(vectors, factory, advance)
         faiss.write_index(index, str(part))
     return index
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from contaccum.common.console import note
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_file, write_json
+from contaccum.common.outputs import check_file, sole_path, write_json
 from contaccum.data.readers.beir import qrels_file, read_qrels
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.files import bare_suffix, shown
@@ -63,7 +63,8 @@ def evaluate_run(
         result["comparison"] = {"run": str(compare), **{name: paired_comparison(found[name], other[name]) for name in found}}
     result["per_query"] = found
     if output is not None:
-        write_json(output, result)
+        with sole_path(output) as part:
+            write_json(part, result)
     return result
 
 

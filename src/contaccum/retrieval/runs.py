@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import scratch_for, whole_file
+from contaccum.common.outputs import sole_path, whole_file
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.files import ID_FIELDS, bare_suffix, first_text, read_lines, shown, text_field, text_list
 from contaccum.data.readers.ids import SeenIds
@@ -122,9 +122,9 @@ def write_dpr_results(path: str | Path, run: Run, queries: Iterable[Query], coll
     path = Path(path)
     entries = ((key, json.dumps([title, text])) for key, title, text in read_collection_of(collection) if key in wanted)
     with (
-        scratch_for(path) as scratch,
-        TextStore(scratch / "texts.sqlite", entries) as texts,
-        whole_file(path) as file,
+        sole_path(path) as part,
+        TextStore(part.with_name("texts.sqlite"), entries) as texts,
+        whole_file(part) as file,
     ):
         for number, (key, hits) in enumerate(run.items()):
             record = _record(known[key], [(hit, _entry(texts, hit, collection)) for hit in hits], match)

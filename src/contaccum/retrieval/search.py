@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contaccum.common.errors import DataError
-from contaccum.common.outputs import check_file, whole_path
+from contaccum.common.outputs import check_file, sole_path
 from contaccum.data.readers.collections import read_collection_of
 from contaccum.data.readers.files import shown
 from contaccum.data.readers.queries import Query, read_queries
@@ -72,7 +72,7 @@ def search(
     tag = f"{TAG}{passages.manifest.get('max_seq_length')}"
     with (
         tqdm(total=total, desc="searching", unit=" vectors", disable=hidden, dynamic_ncols=True) as bar,
-        whole_path(output) as part,
+        sole_path(output) as part,
     ):
         find = _finder(passages, k, device, index, index_parameters, bar.update)
         with open(part, "w", encoding="utf-8") as file:
