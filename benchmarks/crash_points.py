@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import hashlib
 import importlib
 import json
@@ -382,6 +383,7 @@ class Bench:
                     with suppress(Exception):  # some only exist inside a package that is imported
                         importlib.import_module(name)
             found.append(contents(self.work))
+        gc.freeze()  # else each process's collections would copy all that was imported here
         if found[0] != found[1]:
             raise SystemExit(f"{self.name} differs from itself: {differing(*found)}")
         return self.journal.read_text().splitlines(), found[1]
