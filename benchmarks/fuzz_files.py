@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import shlex
-from dataclasses import asdict
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,6 +71,12 @@ RUN = tuple(
         "model/README.md",
     )
 )
+CHECKPOINT = "killed/checkpoints/checkpoint-2"
+KILLED = (
+    *("killed/config.yaml", "killed/run.json", "killed/log.jsonl"),
+    *(f"{CHECKPOINT}/{name}" for name in ("files.json", "trainer_state.json", "contaccum_state.pt", "optimizer.pt", "rng_state.pth")),
+    *(f"{CHECKPOINT}/query_0_Transformer/{name}" for name in ("model.safetensors", "config.json")),
+)
 SMALL = "--n-total 4 --n-local 2 --bank 4 --max-updates 2 --max-seq-length 16 --warmup-updates 0"
 TRAIN = f"train --model encoder --output {OUTPUT} {SMALL}"
 
@@ -92,6 +99,7 @@ STARTS = (
     _start(f"{TRAIN} --data pairs.jsonl --dev beir --dev-split test --dev-every 1", *BEIR),
     _start(f"{TRAIN.replace('encoder', 'dpr.cp')} --data pairs.jsonl --tokenizer encoder", "dpr.cp", *ENCODER),
     _start("train config.yaml", "config.yaml", "pairs.jsonl"),
+    _start("train killed/config.yaml --resume", *KILLED),
     _start(f"encode model beir --output {OUTPUT}", *BEIR[:1], *MODEL),
     _start(f"encode model questions.csv --queries --output {OUTPUT}", "questions.csv"),
     _start(f"encode model passages.tsv --output {OUTPUT} --shard-size 5", "passages.tsv"),
@@ -166,6 +174,7 @@ def make(folder: Path) -> None:
     search("vectors/p", "vectors/q", "found.trec", k=5, json_output="answers.json", query_texts="questions.csv", progress=False)
     for seed, name in enumerate("ab"):
         _run(folder / "runs" / name, seed)
+    _killed(folder / "killed")
     config = yaml.safe_dump({name: value for name, value in asdict(_config("out", 0)).items() if value is not None})
     (folder / "config.yaml").write_text(config, encoding="utf-8")
 
@@ -197,6 +206,14 @@ def _models(folder: Path) -> None:
 def _config(output: str, seed: int) -> TrainConfig:
     sizes: dict[str, Any] = {"n_total": 4, "n_local": 2, "bank": 4, "max_updates": 2, "max_seq_length": 16, "warmup_updates": 0}
     return TrainConfig(data="pairs.jsonl", model="encoder", output=output, seed=seed, diagnose_every=1, save_every=0, **sizes)
+
+
+def _killed(folder: Path) -> None:
+    """A run after its first checkpoint of two."""
+    train(replace(_config(folder.name, 0), max_updates=4, save_every=2, keep_checkpoints=2, checkpoints_at_end=True, diagnose_every=0))
+    (folder / "summary.json").unlink()
+    shutil.rmtree(folder / "model")
+    shutil.rmtree(folder / "checkpoints" / "checkpoint-4")
 
 
 def _run(folder: Path, seed: int) -> None:

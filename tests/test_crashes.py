@@ -21,7 +21,7 @@ import typer
 import yaml
 
 from conftest import rows, write_beir
-from contaccum.adapters.checkpoint_folders import damage
+from contaccum.adapters.checkpoint_folders import damage, is_complete
 from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.cli import app, main
 from contaccum.common.errors import CheckpointError, is_full_disk
@@ -33,6 +33,7 @@ from contaccum.data.training_set import files_of
 from contaccum.experiments.cell import _trained
 from contaccum.methods.config import TrainConfig, load_config
 from contaccum.retrieval.encode import encode
+from contaccum.training.logfile import keep_updates
 from contaccum.training.run import train
 from contaccum.training.run_folder import STATES, checkpoint_to_resume
 from test_train import assert_bit_equal, final_state, options
@@ -205,6 +206,45 @@ def test_a_checkpoint_without_one_of_its_files_is_passed_over(kind: str, jsonl, 
         passed = damage(checkpoint, STATES)
         assert passed == (None if name.name == "files.json" else f"it has no {name.as_posix()}")
         (tmp_path / "gone").rename(checkpoint / name)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_checkpoint_in_which_a_bit_is_another_is_passed_over(name: str, run) -> None:
+    """Also where the file can be read as before, with other weights or settings."""
+    _, folder = run
+    checkpoint = folder / "checkpoints" / "checkpoint-3"
+    assert damage(checkpoint) is None
+    file = min(checkpoint.rglob(name))
+    content = file.read_bytes()
+    place = content.index(b"1") if file.suffix == ".json" else len(content) - 9
+    file.write_bytes(content[:place] + bytes([content[place] ^ 2]) + content[place + 1 :])
+    assert damage(checkpoint) == f"{file.relative_to(checkpoint).as_posix()} is damaged"
+
+
+@pytest.mark.parametrize(
+    "change", [{"save_steps": [[2]]}, {"train_batch_size": [4]}, {"max_steps": None}, {"log_history": {}}, "[" * 100_000]
+)
+def test_a_checkpoint_whose_state_cannot_be_one_is_not_complete(change: dict[str, Any] | str, run) -> None:
+    _, folder = run
+    file = folder / "checkpoints" / "checkpoint-3" / "trainer_state.json"
+    assert is_complete(file.parent)
+    file.write_text(change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change))
+    assert not is_complete(file.parent)
+
+
+def test_a_list_of_files_without_a_bottom_is_a_damaged_one(run) -> None:
+    _, folder = run
+    checkpoint = folder / "checkpoints" / "checkpoint-3"
+    (checkpoint / "files.json").write_text("[" * 100_000)
+    assert damage(checkpoint) == "files.json is damaged"
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1.0}', "[1]", "7", "{", "[" * 100_000, '{"update": "2"}'])
+def test_a_log_ends_before_a_line_of_no_update(line: str, tmp_path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(f'{{"update": 1}}\n{line}\n{{"update": 3}}\n')
+    keep_updates(file, 2)
+    assert file.read_text() == '{"update": 1}\n'
 
 
 @pytest.mark.parametrize("reason", ["it has no modules.json", "it has no rng_state_0.pth"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +20,9 @@ from contaccum.common.console import note
 from contaccum.common.errors import CheckpointError
 from contaccum.common.outputs import PART, write_json
 
-FILES = "files.json"  # in a checkpoint: the names of its files
+FILES = "files.json"  # in a checkpoint: the names of its files, and checksums
+UNSUMMED = (".pt", ".pth", ".md")  # PyTorch's hold a checksum of each tensor; a text for readers may change
+CHUNK_BYTES = 2**22
 
 
 def checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
@@ -39,15 +43,25 @@ def resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 def is_complete(checkpoint: Path) -> bool:
     """The trainer's state is written last."""
+    state = _object(checkpoint / "trainer_state.json")
+    return checkpoint.name == f"checkpoint-{state.get('global_step')}" and all(map(_fits, state, state.values()))
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is none that can be read."""
     try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return (
-        isinstance(state, dict)
-        and isinstance(state.get("log_history"), list)
-        and checkpoint.name == f"checkpoint-{state.get('global_step')}"
-    )
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a trainer's state can hold this: lists and objects where they belong, and numbers where it begins with one."""
+    start = getattr(TrainerState(), name, None)
+    if isinstance(start, (list, dict)):
+        return isinstance(value, type(start))
+    return name == "trial_params" or isinstance(value, (int, float) if isinstance(start, (int, float)) else (int, float, str, type(None)))
 
 
 def last_complete_checkpoint(folder: Path, needed: Sequence[str] = (), remedy: str = "start again (without --resume)") -> Path:
@@ -76,25 +90,34 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def list_files(checkpoint: Path) -> None:
-    """Remember which files it has: of a model, neither their names nor their number are known beforehand."""
-    names = sorted(file.relative_to(checkpoint).as_posix() for file in checkpoint.rglob("*") if file.is_file() and file.suffix != PART)
-    write_json(checkpoint / FILES, names)
+    """Remember which files it has: of a model, neither their names nor their number are known beforehand. And the checksums of those
+    that have none of their own, as safetensors."""
+    files = sorted(file for file in checkpoint.rglob("*") if file.is_file() and file.suffix != PART)
+    checksums = {file.relative_to(checkpoint).as_posix(): None if file.suffix in UNSUMMED else _checksum(file) for file in files}
+    write_json(checkpoint / FILES, checksums)
 
 
-def _listed(checkpoint: Path) -> list[str]:
+def _checksum(file: Path) -> int:
+    """Some gigabytes in a second."""
+    found = 0
+    with open(file, "rb") as opened:
+        while chunk := opened.read(CHUNK_BYTES):
+            found = zlib.crc32(chunk, found)
+    return found
+
+
+def _listed(checkpoint: Path) -> dict[str, int | None]:
     """What `list_files` has found there; nothing of a checkpoint without such a list."""
-    try:
-        names = json.loads((checkpoint / FILES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # a damaged list is found as any damaged JSON is
-        return []
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return _object(checkpoint / FILES)  # a damaged list is found as any damaged JSON is
 
 
 def damage(checkpoint: Path, needed: Sequence[str] = ()) -> str | None:
-    """What is wrong with the files of a checkpoint, as far as they can tell themselves: PyTorch's hold a checksum of each tensor,
-    safetensors their length. None where nothing is."""
-    if missing := [name for name in (*needed, *_listed(checkpoint)) if not (checkpoint / name).exists()]:
+    """What is wrong with the files of a checkpoint, as far as they or their list can tell; None where nothing is."""
+    listed = _listed(checkpoint)
+    if missing := [name for name in (*needed, *listed) if not (checkpoint / name).exists()]:
         return f"it has no {missing[0]}"
+    if changed := [name for name, checksum in listed.items() if checksum is not None and _checksum(checkpoint / name) != checksum]:
+        return f"{changed[0]} is damaged"
     for file in sorted(checkpoint.rglob("*")):
         if (check := CHECKS.get(file.suffix)) is not None and file.is_file():
             try:

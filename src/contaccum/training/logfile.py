@@ -12,13 +12,16 @@ from contaccum.common.outputs import write_text
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a last line that was cut off is left out."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+    """The lines of a log, up to one that is cut off or of no update."""
+    lines: list[dict[str, Any]] = []
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         try:
-            lines.append(json.loads(line))
-        except ValueError:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(found, dict) or not isinstance(found.get("update"), int):
+            break
+        lines.append(found)
     return lines
 
 
