@@ -106,7 +106,7 @@ def train(setting: Setting, tokens: Tokens, model: str, device: str, compiled: b
 
     step = update
     if device == "cuda":
-        step = _graph(update)
+        step = as_graph(update)
         for state in optimizer.state.values():  # the graph was made with a learning rate of 0: weights are as they were
             for value in state.values():
                 value.zero_()
@@ -134,7 +134,7 @@ def lr_share(number: int, updates: int, warmup: float = 0.1) -> float:
     return number / warm if number < warm else (updates - number) / (updates - warm)
 
 
-def _graph(update: Callable[[], None]) -> Callable[[], None]:
+def as_graph(update: Callable[[], None]) -> Callable[[], None]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -177,7 +177,7 @@ def write_tokens(data: str, model: str, output: str, collection: str | None, len
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    queries, passages, splits = _beir(data) if collection is None else _prepared(data, collection)
+    queries, passages, splits = beir(data) if collection is None else _prepared(data, collection)
     arrays: dict[str, Any] = {split: np.array(rows) for split, rows in splits.items()}
     for name, texts, limit in zip("qp", (queries, passages), lengths, strict=True):
         ids = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
@@ -192,7 +192,7 @@ def write_tokens(data: str, model: str, output: str, collection: str | None, len
 Splits = dict[str, list[tuple[int, ...]]]  # rows of places: query, positive, hard negatives
 
 
-def _beir(data: str) -> tuple[list[str], list[str], Splits]:
+def beir(data: str) -> tuple[list[str], list[str], Splits]:
     """Texts of all queries and passages, and the pairs of each split."""
     from contaccum.data.readers.beir import qrels_file, read_qrels
     from contaccum.data.readers.collections import encoded_texts

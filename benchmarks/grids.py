@@ -77,8 +77,7 @@ def regime() -> Iterator[Setting]:
     ]
     sizes = [replace(paper, bank=size) for size in (128, 512, 1024)]
     larger = [replace(method, n=32) for method in (GRADACCUM, paper, replace(OURS, bank=640))]
-    yield from (replace(method, seed=seed, **schedule) for seed in (0, 1, 2) for method in main)
-    yield from (replace(method, **schedule) for method in [*ablation, *sizes, *larger])
+    yield from (replace(method, seed=seed, **schedule) for seed in (0, 1, 2) for method in [*main, *ablation, *sizes, *larger])
 
 
 def rivals() -> Iterator[Setting]:
