@@ -20,6 +20,7 @@ from contaccum.common.errors import DataError
 from contaccum.data.readers.queries import read_queries
 from contaccum.retrieval import encode
 from contaccum.retrieval.batches import by_budget
+from contaccum.retrieval.encode import make_encoder
 from contaccum.retrieval.shards import Vectors
 
 
@@ -51,6 +52,39 @@ def test_vectors_equal_sentence_transformers(family, dtype, tiny_encoder, tmp_pa
     wanted = model.encode_document(passages)
     np.testing.assert_allclose(matrix(tmp_path / "v").astype(np.float32), wanted, atol=1e-3 if dtype == "float16" else 1e-5)
     assert np.abs(np.diff(wanted, axis=0)).max() > 0.1, "all vectors are alike: the test shows nothing"
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "mpnet", "qwen"])
+@pytest.mark.parametrize("prompt", [None, "w1 w2 "])
+@pytest.mark.parametrize("task", ["query", "document"])
+def test_batches_made_of_rows_are_those_that_are_padded_together(
+    family, prompt, task, tiny_encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_encoder(family)
+    model.prompts = {} if prompt is None else {"query": prompt, "document": prompt}
+    model.max_seq_length = 24
+    window = [*texts(60, 1, 40), " w1  W2 ", "unknown \u00e9\n words", "w5", ""]
+    encoder = make_encoder(model, task, 90, None)
+    fast = encoder.batches(window)
+    assert encoder._rows, "not made of rows: the test shows nothing"
+    monkeypatch.setattr(encoder, "_rows", False)
+    slow = encoder.batches(window)
+    assert len(fast) == len(slow)
+    for (places, found), (other_places, wanted) in zip(fast, slow, strict=True):
+        assert places.tolist() == other_places.tolist()
+        assert set(found) == set(wanted)
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+
+
+def test_what_is_not_equal_in_rows_is_padded_together(tiny_encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_encoder()
+    monkeypatch.setattr(
+        "contaccum.retrieval.rows.AS_ROWS", {"common": {"return_tensors": None}, "text": {"padding": False, "max_length": 5}}
+    )
+    encoder = make_encoder(model, "document", 90, None)
+    encoder.batches(texts(40, 1, 40))
+    assert encoder._rows is False
 
 
 def test_queries_take_the_query_tower_and_prompts_are_kept(tiny_encoder, tmp_path: Path) -> None:

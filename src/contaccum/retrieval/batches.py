@@ -1,6 +1,7 @@
 """Texts to vectors, fast: a window of texts is tokenised at once, sorted by its true lengths and cut into batches by a token budget.
 
-The vectors are those of SentenceTransformer's own modules; only the batching is ours.
+Where it can, it is tokenised into lists, and each batch is padded alone (`contaccum.retrieval.rows`). The vectors are those of
+SentenceTransformer's own modules; only the batching is ours.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contaccum.retrieval.rows import Features, makes_rows, rows_of
+
 T = TypeVar("T")
-Features = dict[str, Any]
 Batch = tuple[NDArray[np.int64], Features]  # places in the window, what the model reads
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # as `SentenceTransformer.encode_document` looks for them
 CHARACTERS_PER_TOKEN = 4
+COMPARED = 32  # texts that are read both ways, to see whether rows will do; fewer in a window are not worth it
 
 
 def prompt_of(model: Any, task: str) -> str | None:
@@ -51,6 +54,7 @@ class Encoder:
         self.model, self.task, self.normalize = model.eval(), task, normalize
         self.tokens_per_batch, self.precision = tokens_per_batch, precision
         self.prompt = prompt_of(model, task)
+        self._rows: bool | None = None  # whether batches are put together from rows; not known yet
 
     def dim(self) -> int:
         """Of its vectors."""
@@ -58,6 +62,11 @@ class Encoder:
 
     def batches(self, texts: Sequence[str]) -> list[Batch]:
         """A window of texts as the model's own `preprocess` reads it, each batch padded to its own longest text."""
+        if self._rows is None and len(texts) >= COMPARED:
+            self._rows = makes_rows(self.model, texts[:COMPARED], self.prompt, self.task)
+        rows = rows_of(self.model, texts, self.prompt, self.task) if self._rows else None
+        if rows is not None:
+            return [(places, rows.batch(places)) for places in by_budget(rows.lengths(), self.tokens_per_batch)]
         features = self.model.preprocess(list(texts), prompt=self.prompt, task=self.task)
         mask = features.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape[:1] != (len(texts),) or mask.ndim != 2:
