@@ -5,7 +5,7 @@
 2. Trials run in processes of their own (`contaccum.training.trial`), on random weights and texts as long as the data's. On a GPU each has
    the largest n_local that is predicted to fit (`contaccum.memory.plan`), and in the end twice that as long as it fits and is faster.
 3. One move after the other is tried on top of the fastest so far, and kept where it is faster by more than `NOISE`. After `BUDGET` seconds
-   no other is tried, and one that is running is ended.
+   no other is tried, and one that is running is ended. On a GPU the next trial's process loads its libraries meanwhile.
 4. What was found is kept in the user's cache folder, by model, sizes, lengths and device: the next run begins at once.
 
 PyTorch's allocator is asked for segments that grow before a GPU is used, in the trials and in the run.
@@ -38,16 +38,19 @@ from contaccum.methods.table import get_method
 from contaccum.towers.cuda_graphs import check_graphs
 from contaccum.towers.speed import check_compiler, check_unpadded
 from contaccum.training.run_folder import refuse_used_folder
-from contaccum.training.trial import try_in_process
+from contaccum.training.trial import end_process, start_process, try_in_process
 
 BUDGET = 120.0  # seconds
 NOISE = 1.03
 LOOKED_AT = 256  # rows of the data
 SAMPLES = 64  # of a trial's update on a CPU, at most
+GPU_SAMPLES, GPU_STEPS = 128, 16  # of a trial's update on a GPU: so many micro-batches, or samples if these are more
 CHOSEN = ("precision", "n_local", "torch_compile", "unpad", "gradient_checkpointing", "cuda_graphs", "threads", "workers")
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 
 Move = dict[str, Any]  # options and their values
+DECIDE_SIZE = {"cuda_graphs", "gradient_checkpointing"}  # what is predicted to fit with them is another n_local
+LARGER: Move = {"n_local": "larger"}  # twice the micro-batch, as long as that is faster
 Trial = Callable[[TrainConfig, float], float | None]  # samples per second, within so many seconds; None where memory ran out
 
 
@@ -70,19 +73,22 @@ class Search:
         for move in [{}, *moves]:
             if self.clock() >= self.ends:
                 break
+            if move is LARGER:
+                best, rate = self._larger(best, rate)
+                continue
             try:
                 candidate = replace(best, **move)
                 _check(candidate, cuda)
-                candidate = candidate if "n_local" in move else self.sized(candidate)
+                candidate = self.sized(candidate) if not move or DECIDE_SIZE & set(move) else candidate
                 candidate, found = (candidate, None) if self._known(candidate) else self._largest(candidate)
             except (ValueError, RuntimeError) as error:  # cannot be here, or with what was found
                 self.say(f"{_words(move) or options(start)} cannot be tried: {str(error).strip().splitlines()[-1]}")
                 continue
             if found is not None and found > NOISE * rate:
                 best, rate = candidate, found
-        return self._larger(best, rate) if cuda else best
+        return best
 
-    def _larger(self, best: TrainConfig, rate: float) -> TrainConfig:
+    def _larger(self, best: TrainConfig, rate: float) -> tuple[TrainConfig, float]:
         """With twice the micro-batch as long as that fits and is faster: what was found on the way may need less than was predicted."""
         while self.clock() < self.ends and best.n_total % (2 * best.n_local) == 0:
             larger = replace(best, n_local=2 * best.n_local)
@@ -90,11 +96,11 @@ class Search:
                 found = None if self._known(larger) else self._rate(larger)
             except (ValueError, RuntimeError) as error:
                 self.say(f"{options(larger)} cannot be tried: {str(error).strip().splitlines()[-1]}")
-                return best
+                break
             if found is None or found <= NOISE * rate:
-                return best
+                break
             best, rate = larger, found
-        return best
+        return best, rate
 
     def _largest(self, config: TrainConfig) -> tuple[TrainConfig, float | None]:
         """`config`, and how fast it is; where memory runs out with the next smaller micro-batches: a prediction may be short of it."""
@@ -135,15 +141,24 @@ def fastest(config: TrainConfig) -> TrainConfig:
     if key in known and set(known[key]["options"]) == set(CHOSEN):  # else of another version
         return _said(replace(config, **known[key]["options"]), "as found before", cuda)
 
+    waiting = start_process() if cuda else None
+
     def trial(asked: TrainConfig, seconds: float) -> float | None:
-        samples = asked.n_total if cuda else min(asked.n_total, max(asked.n_local, SAMPLES // asked.n_local * asked.n_local))
+        nonlocal waiting
+        process, waiting = waiting, start_process() if cuda else None
+        most = max(GPU_SAMPLES, GPU_STEPS * asked.n_local) if cuda else SAMPLES
+        samples = min(asked.n_total, max(asked.n_local, most // asked.n_local * asked.n_local))
         work = replace(asked, n_total=samples, max_seq_length=passage_tokens, hard_negatives=negatives)
-        found = try_in_process(work, _memory(config), query_tokens, lengths, seconds)
+        found = try_in_process(work, _memory(config), query_tokens, lengths, seconds, process)
         return None if found is None else found.samples_per_second
 
     search = Search(trial, (lambda asked: planned(asked, negatives)) if cuda else (lambda asked: asked))
     start = replace(config, precision="bf16") if cuda and config.precision == "fp32" and torch.cuda.is_bf16_supported() else config
-    found = search.fastest(start, list(moves(start, cuda)), cuda)
+    try:
+        found = search.fastest(start, list(moves(start, cuda)), cuda)
+    finally:
+        if waiting is not None:
+            end_process(waiting)
     if search.rates:
         chosen = {name: getattr(found, name) for name in CHOSEN}
         cache_file().parent.mkdir(parents=True, exist_ok=True)
@@ -155,9 +170,11 @@ def moves(config: TrainConfig, cuda: bool) -> Iterator[Move]:
     """What is tried, the largest gains first."""
     if cuda:
         yield {"cuda_graphs": True, "gradient_checkpointing": False, "unpad": None}
-        yield {"gradient_checkpointing": True, "cuda_graphs": False}
         yield {"torch_compile": True}
+        yield LARGER
+        yield {"gradient_checkpointing": True, "cuda_graphs": False}
         yield {"unpad": True, "cuda_graphs": False} if config.precision == "fp32" else {"unpad": False, "cuda_graphs": False}
+        yield LARGER
         yield {"workers": 4}
         return
     for times in (2, 4):

@@ -30,19 +30,40 @@ WORDS = 50
 UPDATES = 4
 
 
+def start_process() -> subprocess.Popen[str]:
+    """A process that loads what a trial needs, and waits for it."""
+    words = [sys.executable, "-m", "contaccum.training.trial"]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end_process(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
 def try_in_process(
-    config: TrainConfig, limit_bytes: int, query_tokens: int | None = None, lengths: Lengths = (), seconds: float | None = None
+    config: TrainConfig,
+    limit_bytes: int,
+    query_tokens: int | None = None,
+    lengths: Lengths = (),
+    seconds: float | None = None,
+    process: subprocess.Popen[str] | None = None,
 ) -> Measured | None:
-    """`measure` in a process of its own; None if memory ran out, `subprocess.TimeoutExpired` if the `seconds` did. 0 bytes: no limit."""
+    """`measure` in a process of its own; None if memory ran out, `subprocess.TimeoutExpired` if the `seconds` did. 0 bytes: no limit.
+    `process`: one that waits for it."""
     limited = replace(config, memory=f"{limit_bytes}B" if limit_bytes else None)
     work = json.dumps({"config": asdict(limited), "query_tokens": query_tokens, "lengths": list(lengths)})
-    words = [sys.executable, "-m", "contaccum.training.trial"]
-    done = subprocess.run(words, input=work, capture_output=True, text=True, timeout=seconds)
-    if done.returncode == 0:
-        return Measured(**json.loads(done.stdout.splitlines()[-1]))
-    if "out of memory" in done.stderr.lower():
+    process = process or start_process()
+    try:
+        output, errors = process.communicate(work, seconds)
+    except BaseException:
+        end_process(process)
+        raise
+    if process.returncode == 0:
+        return Measured(**json.loads(output.splitlines()[-1]))
+    if "out of memory" in errors.lower():
         return None
-    raise RuntimeError(f"measuring failed:\n{done.stderr}")
+    raise RuntimeError(f"measuring failed:\n{errors}")
 
 
 def measure(
