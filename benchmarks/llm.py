@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny decoder, as for a CPU")
     parser.add_argument("--n-total", type=int, default=128)
     parser.add_argument("--n", type=int, nargs="+", default=[1, 2, 4, 8], help="samples whose activations are held at once")
+    parser.add_argument("--trained", nargs="+", default=[ADAPTERS, ALL], choices=(ADAPTERS, ALL))
     parser.add_argument("--bank", type=int, default=1024)
     parser.add_argument("--query-tokens", type=int, default=64)
     parser.add_argument("--passage-tokens", type=int, default=256)
@@ -99,7 +100,7 @@ def main() -> None:
     equality = gradient_error(device)
     print(f"gradients against the definition: {equality:.1e} of the largest", flush=True)
     work = Workload(args.n_total, 1, args.bank, args.query_tokens, args.passage_tokens, 0, "bf16")
-    rows = measure(TINY if args.tiny else QWEN3_06B, work, args.n, args.caps, args.seconds, device)
+    rows = measure(TINY if args.tiny else QWEN3_06B, work, args, device)
     show_lines(table(rows, args.caps))
     if args.json:
         content = {
@@ -161,20 +162,20 @@ def take_gradients(model: nn.Module) -> list[Tensor]:
 # 2 ---------------------------------------------------------------------------------------------------------------------
 
 
-def measure(config: Qwen3Config, work: Workload, sizes: Sequence[int], caps: Sequence[str], seconds: float, device: str) -> list[Row]:
+def measure(config: Qwen3Config, work: Workload, args: argparse.Namespace, device: str) -> list[Row]:
     """A row per cell."""
-    until, rows = time.monotonic() + seconds, []
-    limits = sorted(((parse_bytes(cap), cap) for cap in caps), reverse=True)
+    until, rows = time.monotonic() + args.seconds, []
+    limits = sorted(((parse_bytes(cap), cap) for cap in args.caps), reverse=True)
     with tempfile.TemporaryDirectory() as folder:
-        for trained in (ADAPTERS, ALL):
+        for trained in args.trained:
             model = decoder(config, Path(folder), device, torch.bfloat16)
             if trained == ADAPTERS:
                 add_adapters(model)
             set_precision(model, "bf16")
-            share = until if trained == ALL else time.monotonic() + (until - time.monotonic()) * 0.65  # adapters take longer
-            for cell in cells(trained, sizes):
+            share = until if trained == args.trained[-1] else time.monotonic() + (until - time.monotonic()) * 0.65  # adapters take longer
+            for cell in cells(trained, args.n):
                 row = run_cell(model, cell, work, limits, time.monotonic() < share)
-                print(" ".join(line(row, caps)), flush=True)
+                print(" ".join(line(row, args.caps)), flush=True)
                 rows.append(row)
             del model
             release()

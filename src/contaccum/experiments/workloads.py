@@ -98,6 +98,14 @@ VARIANTS = {
     "CachedMultipleNegativesRankingLoss": Variant(
         lambda model, work: CachedMultipleNegativesRankingLoss(model, 1.0, dot_score, mini_batch_size=work.n_local), whole=True, cached=True
     ),
+    # as many tokens as n_local passages have: more queries at once, and more of short texts
+    "CachedMultipleNegativesRankingLoss by tokens": Variant(
+        lambda model, work: CachedMultipleNegativesRankingLoss(
+            model, 1.0, dot_score, mini_batch_num_tokens=work.n_local * work.passage_tokens
+        ),
+        whole=True,
+        cached=True,
+    ),
 }
 
 
