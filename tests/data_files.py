@@ -99,3 +99,7 @@ def beir_folder(folder: Path, **replaced: str | bytes) -> Path:
     for name, content in (contents | replaced).items():
         write(folder / name, content)
     return folder
+
+
+def assert_one_line(error: pytest.ExceptionInfo[BaseException]) -> None:
+    assert "\n" not in str(error.value)
