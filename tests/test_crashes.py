@@ -222,7 +222,15 @@ def test_a_checkpoint_in_which_a_bit_is_another_is_passed_over(name: str, run) -
 
 
 @pytest.mark.parametrize(
-    "change", [{"save_steps": [[2]]}, {"train_batch_size": [4]}, {"max_steps": None}, {"log_history": {}}, "[" * 100_000]
+    "change",
+    [
+        {"save_steps": [[2]]},
+        {"train_batch_size": [4]},
+        {"max_steps": None},
+        {"log_history": {}},
+        {"best_model_checkpoint": 3},
+        "[" * 100_000,
+    ],
 )
 def test_a_checkpoint_whose_state_cannot_be_one_is_not_complete(change: dict[str, Any] | str, run) -> None:
     _, folder = run
@@ -230,6 +238,15 @@ def test_a_checkpoint_whose_state_cannot_be_one_is_not_complete(change: dict[str
     assert is_complete(file.parent)
     file.write_text(change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change))
     assert not is_complete(file.parent)
+
+
+def test_a_folder_in_the_place_of_weights_is_none(run) -> None:
+    _, folder = run
+    checkpoint = folder / "checkpoints" / "checkpoint-3"
+    file = min(checkpoint.rglob("model.safetensors"))
+    file.unlink()
+    file.mkdir()
+    assert damage(checkpoint) == f"it has no {file.relative_to(checkpoint).as_posix()}"
 
 
 def test_a_list_of_files_without_a_bottom_is_a_damaged_one(run) -> None:

@@ -22,6 +22,10 @@ from contaccum.common.outputs import PART, write_json
 
 FILES = "files.json"  # in a checkpoint: the names of its files, and checksums
 UNSUMMED = (".pt", ".pth", ".md")  # PyTorch's hold a checksum of each tensor; a text for readers may change
+MAY_LACK: dict[str, Any] = {
+    **{"epoch": (int, float), "train_batch_size": int, "best_metric": (int, float), "best_global_step": int},
+    "best_model_checkpoint": str,
+}
 CHUNK_BYTES = 2**22
 
 
@@ -44,7 +48,8 @@ def resumed_folder(args: TrainingArguments, state: TrainerState) -> Path:
 def is_complete(checkpoint: Path) -> bool:
     """The trainer's state is written last."""
     state = _object(checkpoint / "trainer_state.json")
-    return checkpoint.name == f"checkpoint-{state.get('global_step')}" and all(map(_fits, state, state.values()))
+    of_this = checkpoint.name == f"checkpoint-{state.get('global_step')}" and "log_history" in state
+    return of_this and all(map(_fits, state, state.values()))
 
 
 def _object(file: Path) -> dict[str, Any]:
@@ -57,11 +62,11 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether a trainer's state can hold this: lists and objects where they belong, and numbers where it begins with one."""
+    """Whether a trainer's state can hold this: what it begins with, or what it may lack, says of which kind a value is."""
+    if name in MAY_LACK:
+        return value is None or isinstance(value, MAY_LACK[name])
     start = getattr(TrainerState(), name, None)
-    if isinstance(start, (list, dict)):
-        return isinstance(value, type(start))
-    return name == "trial_params" or isinstance(value, (int, float) if isinstance(start, (int, float)) else (int, float, str, type(None)))
+    return start is None or isinstance(value, (int, float) if isinstance(start, (int, float)) else type(start))
 
 
 def last_complete_checkpoint(folder: Path, needed: Sequence[str] = (), remedy: str = "start again (without --resume)") -> Path:
@@ -114,18 +119,17 @@ def _listed(checkpoint: Path) -> dict[str, int | None]:
 def damage(checkpoint: Path, needed: Sequence[str] = ()) -> str | None:
     """What is wrong with the files of a checkpoint, as far as they or their list can tell; None where nothing is."""
     listed = _listed(checkpoint)
-    if missing := [name for name in (*needed, *listed) if not (checkpoint / name).exists()]:
+    if missing := [name for name in (*needed, *listed) if not (checkpoint / name).is_file()]:
         return f"it has no {missing[0]}"
-    if changed := [name for name, checksum in listed.items() if checksum is not None and _checksum(checkpoint / name) != checksum]:
-        return f"{changed[0]} is damaged"
-    for file in sorted(checkpoint.rglob("*")):
-        if (check := CHECKS.get(file.suffix)) is not None and file.is_file():
-            try:
-                whole = check(file)
-            except (OSError, ValueError, zipfile.BadZipFile, SafetensorError, EOFError, UnpicklingError, RuntimeError):
-                whole = False
-            if not whole:
-                return f"{file.relative_to(checkpoint)} is damaged"
+    for file in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
+        name, check = file.relative_to(checkpoint).as_posix(), CHECKS.get(file.suffix)
+        try:
+            same = listed.get(name) is None or listed[name] == _checksum(file)
+            whole = same and (check is None or check(file))
+        except (OSError, ValueError, zipfile.BadZipFile, SafetensorError, EOFError, UnpicklingError, RuntimeError):
+            whole = False
+        if not whole:
+            return f"{name} is damaged"
     return None
 
 
