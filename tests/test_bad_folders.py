@@ -299,3 +299,17 @@ def test_a_log_with_losses_that_are_not_finite_is_one(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "log.jsonl").write_text('{"update": 1, "loss": NaN}\n{"update": 2, "loss": null}\n' + json.dumps({"update": 3, "loss": 1.5}))
     assert [line["loss"] == line["loss"] for line in read_run_folder(run).log] == [False, False, True]
+
+
+# Comparisons and experiments
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "[" * 100_000, '{"model": '])
+@pytest.mark.parametrize("command", ["compare", "reproduce"])
+def test_a_request_that_cannot_be_read(command: str, content: str, tmp_path: Path, commands: Commands, model_folder: str) -> None:
+    data = write_pairs(tmp_path / "a.jsonl", rows(200))
+    words = {"compare": (data, "--model", model_folder), "reproduce": ("simmass", "--scale", "tiny")}[command]
+    file = write(tmp_path / "out" / "request.json", content)
+    said = commands.refused(command, *words, "--output", file.parent)
+    assert str(file) in said
+    assert said.endswith("; use another --output")

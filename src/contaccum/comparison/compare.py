@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from contaccum.common.console import without_loading_bars
 from contaccum.common.errors import FailedRunsError, has_no_room
+from contaccum.common.inputs import read_object
 from contaccum.common.lock import alone_in
-from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, read_json, remove_parts, write_json
+from contaccum.common.outputs import check_output, gone_if_refused, is_unused, read_if_whole, remove_parts, write_json
 from contaccum.comparison.sizing import DEV_PASSAGES, POINTS, Sizes, check_rows, described, sizes
 from contaccum.comparison.source import Columns, Prepared, prepared, smaller_collection
 from contaccum.comparison.start import Start, start_of
@@ -211,7 +212,7 @@ def _claimed(folder: Path, wanted: dict[str, Any]) -> Iterator[None]:
 def _claim(folder: Path, wanted: dict[str, Any]) -> None:
     file, wanted = folder / "request.json", json.loads(json.dumps(wanted))
     if file.exists():
-        before = read_json(file)
+        before = read_object(file, "use another --output")
         if differing := [name for name in wanted if before.get(name) != wanted[name] and not _adds(name, before.get(name), wanted[name])]:
             name, old, new = _difference(differing[0], before.get(differing[0]), wanted[differing[0]])
             raise ValueError(f"{folder} was begun with {name}={old!r}, not {new!r}; use another --output")

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contaccum.common.inputs import read_object
 from contaccum.common.lock import alone_in
 from contaccum.common.outputs import (
     check_output,
@@ -76,7 +77,7 @@ def _claim(request: Request) -> None:
     """The folder is this request's; ValueError where it is another's."""
     file, wanted = request.output / "request.json", request.identity()
     if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = read_object(file, "use another --output")
         if differing := [name for name in wanted if name in before and before[name] != wanted[name]]:
             name = differing[0]
             raise ValueError(f"{request.output} was begun with {name}={before.get(name)!r}, not {wanted[name]!r}; use another --output")
@@ -92,7 +93,7 @@ def _check_finished(cell: Cell, folder: Path, settings: dict[str, Any]) -> None:
     """ValueError where a finished cell was computed with other options than are asked for now."""
     if _result(folder) is None:
         return
-    before = json.loads((folder / "cell.json").read_text(encoding="utf-8"))["options"]
+    before = read_object(folder / "cell.json", "delete the folder").get("options") or {}
     wanted = json.loads(json.dumps({**settings, **cell.options} if cell.trains else cell.options))
     for name, value in wanted.items():
         if before.get(name) != value:
