@@ -1,7 +1,7 @@
 """A bank that corrects drift: vectors are stored without the mean of their time and read with the present one.
 
-All of them change with every micro-step. On a CPU scores between them are kept where they can be (`contaccum.core.kept_scores`), else they
-are computed each time: a GPU multiplies faster than it reads what was kept. Why vectors are corrected: `contaccum.core.drift`.
+All of them change with every micro-step. Scores between them are kept where they can be (`contaccum.core.kept_scores`), else computed each
+time. Why vectors are corrected: `contaccum.core.drift`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CorrectedBank(DirectBank):
         queries, row_lengths = self._with_mean(past_rows.queries, means[0])
         passages, column_lengths = self._with_mean(past_columns.passages, means[1])
         log_sums = None
-        if width is None and self._keeps_scores(queries):
+        if width is None and self._keeps_scores(len(queries)):
             with torch.no_grad(), torch.autocast(queries.device.type, enabled=False):
                 self.kept.follow(self, len(queries), len(passages), self._count, self.how.scale)
                 log_sums = self.kept.log_sums(self._shift(queries, passages, *means, row_lengths, column_lengths))
@@ -69,10 +69,8 @@ class CorrectedBank(DirectBank):
         lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min_(1e-12)
         return vectors.div_(lengths), lengths
 
-    def _keeps_scores(self, queries: Tensor) -> bool:
-        return (
-            len(queries) > 0 and not queries.is_cuda and self.how.plain and self.query_size * self._passages[..., 0].numel() <= MOST_SCORES
-        )
+    def _keeps_scores(self, rows: int) -> bool:
+        return rows > 0 and self.how.plain and self.query_size * self._passages[..., 0].numel() <= MOST_SCORES
 
     def _shift(
         self, queries: Tensor, passages: Tensor, query_mean: Tensor, passage_means: Tensor, rows: Tensor | None, columns: Tensor | None
