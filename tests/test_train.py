@@ -19,7 +19,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 
+from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.common.sizes import parse_bytes
 from contaccum.data.training_set import load_training_set, with_hard_negatives
 from contaccum.methods.config import TrainConfig, load_config, with_bank
@@ -372,6 +374,32 @@ def test_workers_tokenise_where_the_tokenizer_was_told_to_use_threads(jsonl, mod
     words = command(options(jsonl(), model_folder, tmp_path / "run", workers=1, epochs=1))
     done = run(words, env={**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
+
+
+def test_workers_make_the_next_update_while_this_one_is_computed(jsonl, model_folder, tmp_path, monkeypatch) -> None:
+    """The trainer takes an update's micro-batches at once: what is not made by then is waited for."""
+    made, micro_batches, seen = tmp_path / "made", 16, []
+    collate, training_step = SentenceTransformerDataCollator.__call__, ContAccumTrainer.training_step
+
+    def counted(self, *arguments, **keywords):
+        with open(made, "a") as file:
+            file.write("x")
+        return collate(self, *arguments, **keywords)
+
+    def waited(self, *arguments, **keywords):
+        if not seen:  # until nothing more is made
+            before = -1
+            while len(made.read_text()) > before:
+                before = len(made.read_text())
+                time.sleep(1)
+            seen.append(before)
+        return training_step(self, *arguments, **keywords)
+
+    monkeypatch.setattr(SentenceTransformerDataCollator, "__call__", counted)
+    monkeypatch.setattr(ContAccumTrainer, "training_step", waited)
+    sizes = {"n_total": 2 * micro_batches, "n_local": 2, "bank": 0, "method": "gradaccum"}
+    train(TrainConfig(**options(jsonl(96), model_folder, tmp_path / "run", workers=1, max_updates=3, save_every=0, **sizes)))
+    assert seen[0] >= 2 * micro_batches
 
 
 @pytest.mark.parametrize("names", ["nothing", "tensorboard, nothing"])

@@ -15,6 +15,8 @@ from contaccum.methods.config import TrainConfig
 from contaccum.methods.table import Batches
 from contaccum.training.dev import metric_key
 
+MOST_AHEAD = 512  # micro-batches that wait to be trained on
+
 
 def training_arguments(
     config: TrainConfig, batches: Batches, processes: int, rows: int, negatives: list[str]
@@ -27,6 +29,7 @@ def training_arguments(
     columns = ["positive", *negatives]
     prompts = {"query": config.query_prompt, **dict.fromkeys(columns, config.passage_prompt)}
     routes = {} if config.tied else {"query": "query", **dict.fromkeys(columns, "document")}
+    workers = tokenizing_workers(config)
     return SentenceTransformerTrainingArguments(
         output_dir=str(Path(config.output) / "checkpoints"),
         per_device_train_batch_size=batches.per_process,
@@ -52,7 +55,8 @@ def training_arguments(
         save_total_limit=config.keep_checkpoints,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # would wait for the device at every micro-step
-        dataloader_num_workers=tokenizing_workers(config),
+        dataloader_num_workers=workers,
+        dataloader_prefetch_factor=prefetched(workers, batches.accumulation),
         dataloader_pin_memory=torch.cuda.is_available(),
         accelerator_config={"non_blocking": torch.cuda.is_available()},  # does not wait for the copy of a pinned batch
         dataloader_drop_last=processes > 1,  # processes must agree on the number of micro-batches
@@ -92,6 +96,12 @@ def tokenizing_workers(config: TrainConfig) -> int:
     if workers:
         _forked_tokenise_alone()
     return workers
+
+
+def prefetched(workers: int, accumulation: int) -> int | None:
+    """Micro-batches that each worker makes ahead: those of a whole update together, as the trainer asks for them at once. With fewer a GPU
+    waits at the start of every update."""
+    return None if workers == 0 else max(2, math.ceil(min(accumulation, MOST_AHEAD) / workers))
 
 
 @cache
