@@ -96,7 +96,7 @@ def test_what_cannot_be_is_left_out_and_the_others_are_tried(monkeypatch) -> Non
     assert any("--cuda-graphs cannot be tried: cuda_graphs needs an NVIDIA GPU" in line for line in said)
 
 
-@pytest.mark.parametrize(("file", "n", "best"), [("capped-h200.json", 16, 996), ("capped-varied-h200.json", 16, 1076)])
+@pytest.mark.parametrize(("file", "n", "best"), [("capped-all-h200.json", 16, 996), ("capped-varied-h200.json", 16, 1076)])
 def test_measured_speeds_lead_to_the_best_that_was_found_by_hand(compiles, file: str, n: int, best: float) -> None:
     """What was measured in 11 GB on an H200 stands in for the trials; what was not, does not fit."""
     rows = read_json(Path(__file__).parent.parent / "results" / file)["rows"]
@@ -158,6 +158,49 @@ def test_on_a_cpu_there_are_n_threads_and_compiling() -> None:
 
 def asked(data: str, model: str, folder: Path, **changes: Any) -> dict[str, Any]:
     return {"data": data, "model": model, "output": str(folder), "n_total": 8, "n_local": 2, "epochs": 1, "max_seq_length": 32, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "expected"),
+    [
+        ({"memory": "11GB"}, [], True),
+        ({"memory": "11GB", "method": "gradcache"}, [], True),
+        ({}, [], False),
+        ({"memory": "11GB"}, ["--speed", "off"], False),
+        ({"memory": "11GB", "precision": "bf16"}, [], False),
+        ({"memory": "11GB", "n_local": 2}, [], False),
+        ({"memory": "11GB", "local_tokens": 512}, [], False),
+        ({"memory": "11GB", "lora_rank": 4}, [], False),
+        ({"memory": "11GB", "method": "gradaccum"}, [], False),
+    ],
+)
+def test_on_a_gpu_with_a_memory_trials_are_made_unless_an_option_is_given(
+    changes, words, expected, jsonl, model_folder, tmp_path, monkeypatch
+) -> None:
+    started: list[TrainConfig] = []
+
+    def stop(config: TrainConfig) -> TrainConfig:
+        started.append(config)
+        raise ValueError("enough")
+
+    def trained(config: TrainConfig, resume: bool) -> None:
+        raise ValueError("enough")
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "fastest", stop)
+    monkeypatch.setattr("contaccum.training.run.train", trained)
+    given = {"data": jsonl(64), "model": model_folder, "output": tmp_path / "run"}
+    for place in ("command line", "file"):
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({name: str(value) for name, value in (given | changes).items()}))
+        typed = [f"--{name.replace('_', '-')}={value}" for name, value in (given | changes).items()]
+        monkeypatch.setattr(
+            "sys.argv", ["contaccum", "train", *(typed if place == "command line" else [str(tmp_path / "config.yaml")]), *words]
+        )
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+    assert len(started) == 2 * expected
 
 
 def test_what_was_found_is_remembered_said_and_trained_with(jsonl, model_folder, tmp_path, monkeypatch, capsys) -> None:

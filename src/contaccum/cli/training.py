@@ -10,7 +10,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from contaccum.cli.base import Command, app, options_of
-from contaccum.methods.config import EVALUATION, MEMORY, MODEL, SAVING, TrainConfig, load_config
+from contaccum.methods.config import EVALUATION, MEMORY, MODEL, SAVING, TrainConfig, given_in, load_config
 from contaccum.methods.recipes import recipe as named_recipe
 
 LARGE = 500_000  # passages
@@ -37,7 +37,8 @@ def train(
     speed: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            help="auto: choose precision, n_local and the options that make towers faster, by trials of two minutes at most",
+            help="auto: choose precision, n_local and the options that make towers faster, by trials of two minutes at most; off. Left "
+            "out: auto on a GPU with --memory, where none of these options is given",
             rich_help_panel=MEMORY,
         ),
     ] = None,
@@ -56,8 +57,7 @@ def train(
         config = stored
     chosen = load_config(config, overrides)
     test_set = _test_set(chosen) if evaluated else None
-    if speed is not None:
-        chosen = _fastest(chosen, speed, resume)
+    chosen = _fastest(chosen, speed, resume, given={*overrides, *given_in(config)})
     summary = run_training(chosen, resume=resume)
     leave_processes()
     if os.environ.get("RANK", "0") != "0":
@@ -71,12 +71,16 @@ def train(
         print("".join(f"{name:<12}{100 * value:8.1f}\n" for name, value in metrics.items()), end="")
 
 
-def _fastest(config: TrainConfig, speed: str, resume: bool) -> TrainConfig:
+def _fastest(config: TrainConfig, speed: str | None, resume: bool, given: set[str]) -> TrainConfig:
     """A resumed run has its options in its folder."""
-    if speed != "auto":
-        raise ValueError(f"speed={speed!r} is unknown; use auto, or leave it out")
-    from contaccum.training.fastest import allocate_in_growing_segments, fastest
+    if speed not in ("auto", "off", None):
+        raise ValueError(f"speed={speed!r} is unknown; use auto or off, or leave it out")
+    if speed == "off" or (speed is None and (config.memory is None or resume)):
+        return config
+    from contaccum.training.fastest import allocate_in_growing_segments, fastest, worth_trials
 
+    if speed is None and not worth_trials(config, given):
+        return config
     allocate_in_growing_segments()
     return config if resume else fastest(config)
 

@@ -261,14 +261,16 @@ def with_bank(config: TrainConfig, micro_batch: int = 1, rows: int | None = None
 
 def load_config(file: str | Path | None, overrides: dict[str, Any]) -> TrainConfig:
     """A YAML of fields, if given, with single ones overridden."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        values = read_yaml(file, "give a YAML file of options")
     known = {f.name: f for f in fields(TrainConfig)}
-    values = {**values, **overrides}
+    values = {**given_in(file), **overrides}
     if unknown := sorted(set(values) - set(known)):
         raise ValueError(f"{file or 'the configuration'} has an unknown field {unknown[0]!r}; known are {', '.join(known)}")
     return TrainConfig(**{name: typed(name, value) for name, value in values.items()})
+
+
+def given_in(file: str | Path | None) -> dict[str, Any]:
+    """What a YAML of fields says; nothing if there is none."""
+    return {} if file is None else read_yaml(file, "give a YAML file of options")
 
 
 def typed(name: str, value: Any) -> Any:

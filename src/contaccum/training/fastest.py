@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ LOOKED_AT = 256  # rows of the data
 SAMPLES = 64  # of a trial's update on a CPU, at most
 GPU_SAMPLES, GPU_STEPS = 128, 16  # of a trial's update on a GPU: so many micro-batches, or samples if these are more
 CHOSEN = ("precision", "n_local", "torch_compile", "unpad", "gradient_checkpointing", "cuda_graphs", "threads", "workers")
+EXCLUDED = ("local_tokens", "whole_updates", "tf32")  # what goes without trials
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 
 Move = dict[str, Any]  # options and their values
@@ -164,6 +165,14 @@ def fastest(config: TrainConfig) -> TrainConfig:
         cache_file().parent.mkdir(parents=True, exist_ok=True)
         write_json(cache_file(), {**known, key: {"options": chosen, "samples_per_second": search.rates}})
     return _said(found, "as found" if search.rates else "no trial has ended; going on with", cuda)
+
+
+def worth_trials(config: TrainConfig, given: Collection[str]) -> bool:
+    """Whether to make trials although nobody asked: on a GPU, by one process, where none of the options is `given` and another n_local is
+    the same training, but for which samples share a micro-batch."""
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 and torch.cuda.is_available()
+    method = get_method(config.method)
+    return alone and (method.bank or method.cached) and config.lora_rank is None and not {*CHOSEN, *EXCLUDED} & set(given)
 
 
 def moves(config: TrainConfig, cuda: bool) -> Iterator[Move]:
