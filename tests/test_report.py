@@ -146,6 +146,9 @@ def test_runs_must_be_given_once_and_the_output_be_a_file(tmp_path: Path) -> Non
         report([run, tmp_path / "." / "a"], tmp_path / "r.html")
     with pytest.raises(ValueError, match="is a folder; give --output a file"):
         report([run], tmp_path)
+    for name, option in (("r.json", "--json"), ("r.md", "--markdown")):
+        with pytest.raises(ValueError, match=f"{name} would hold a page of HTML; give it as {option}, or --output another name"):
+            report([run], tmp_path / name)
     log = (run / "log.jsonl").read_bytes()
     for output, more in ((run / "log.jsonl", {}), (tmp_path / "r.html", {"json": run / "log.jsonl"})):
         with pytest.raises(ValueError, match=r"log.jsonl is also read or written here and would be replaced"):

@@ -21,6 +21,7 @@ from contaccum.report.tables import as_markdown, difference_tables, legend, pair
 from contaccum.report.verdict import Answer, sentences, verdict
 
 RUN_FILES = ("config.yaml", "run.json", "log.jsonl", "diagnostics.jsonl", "dev.jsonl", "summary.json", "evaluation.json")
+OTHER_OUTPUTS = {".json": "--json", ".md": "--markdown"}
 TITLE = "Training runs compared"
 
 
@@ -101,6 +102,8 @@ def _check(folders: Sequence[Path], outputs: Mapping[str, str | Path | None]) ->
     if twice := next((folder for place, folder in enumerate(folders) if resolved[place] in resolved[:place]), None):
         raise ValueError(f"{twice} was given twice; give each run once")
     taken: list[str | Path | None] = [folder / name for folder in folders for name in RUN_FILES]
+    if (asked := Path(outputs["--output"] or "")).suffix in OTHER_OUTPUTS:
+        raise ValueError(f"{asked} would hold a page of HTML; give it as {OTHER_OUTPUTS[asked.suffix]}, or --output another name")
     for option, output in outputs.items():
         check_file(output, taken, option)
         taken.append(output)
