@@ -24,10 +24,11 @@ from conftest import WORDS, texts
 from contaccum import ContAccumLoss, dual_encoder
 from contaccum.adapters.text_keys import token_keys
 from contaccum.memory.plan import plan
+from contaccum.memory.prediction.towers import Running, record
 from contaccum.methods.config import TrainConfig, load_config
 from contaccum.retrieval.encode import make_encoder
 from contaccum.retrieval.model import model_on_device
-from contaccum.towers.lora import READS_ADAPTERS, Lora, add_lora, block_linears, merge_lora
+from contaccum.towers.lora import READS_ADAPTERS, Lora, adapt, add_lora, block_linears, merge_lora, quantization
 from contaccum.towers.random_encoder import write_weights, write_word_tokenizer
 from contaccum.towers.speed import encoders, towers
 from contaccum.training.run import train
@@ -319,5 +320,32 @@ def test_the_plan_knows_adapters() -> None:
     weights = sum(p.numel() for p in AutoModel.from_config(model).parameters())
     assert whole["parameters"] >= 4 * weights > adapters["parameters"] > 2 * weights
     assert adapters["optimizer"] < 0.2 * whole["optimizer"]
-    with pytest.raises(ValueError, match="the memory of weights in 4 bits cannot be planned"):
-        plan(replace(config, lora_rank=2, quantize="4bit"))
+
+
+WIDE = Qwen3Config(
+    vocab_size=500, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=384
+)
+
+
+def test_the_plan_knows_weights_in_4_bits() -> None:
+    config = TrainConfig(model=WIDE, tied=True, pooling="lasttoken", memory="1GB", n_total=16, max_seq_length=16, hard_negatives=0)
+    config = replace(config, lora_rank=2, weights_dtype="bfloat16", precision="bf16")
+    half, packed = (plan(replace(config, n_local=4, quantize=kind)).prediction.parts for kind in (None, "4bit"))
+    linear = 2 * 128 * (2 * 128 + 2 * 64 + 3 * 384)  # weights
+    largest = 128 * 384
+    saved = 2 * linear - linear * (0.5 + 1 / 64) - 2 * largest
+    assert half["parameters"] - packed["parameters"] == pytest.approx(saved, abs=14 * 3072)  # of 14 weights tables, in blocks of 512 bytes
+    assert packed["activations"] == half["activations"]
+
+
+def test_weights_in_4_bits_take_what_is_predicted(tmp_path) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    AutoModel.from_config(WIDE, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16, **quantization("4bit"))
+    adapt(model, Lora(2, 4.0))
+    held = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    for parameter in model.parameters():
+        if state := getattr(parameter, "quant_state", None):
+            held += sum(t.nbytes for one in (state, state.state2) for t in vars(one).values() if isinstance(t, torch.Tensor))
+    *fixed, largest = record(WIDE, 16, Running("lasttoken", "bf16", weights=torch.bfloat16, lora=Lora(2, 4.0), quantized=True)).fixed
+    assert (sum(fixed), largest) == (held, 2 * 128 * 384)

@@ -99,16 +99,12 @@ class Predictor:
 
 def running_of(config: TrainConfig) -> Running:
     pooling = "mean" if config.pooling == OWN else config.pooling  # what a projection takes besides is small beside a transformer
-    return Running(pooling, config.precision, config.gradient_checkpointing, weights_dtype(config), lora_of(config))
+    return Running(pooling, config.precision, config.gradient_checkpointing, weights_dtype(config), lora_of(config), bool(config.quantize))
 
 
 def check(config: TrainConfig, query_tokens: int | None = None) -> None:
     """ValueError that names the first value that cannot be planned for."""
     config.check_values()
-    if config.quantize:
-        raise ValueError(
-            "the memory of weights in 4 bits cannot be planned; plan without quantize, which takes more, or give --n-local yourself"
-        )
     for name, tokens in (("--max-seq-length", config.max_seq_length), ("--max-query-length", query_tokens)):
         if tokens is not None and tokens < 2:
             raise ValueError(f"{name} {tokens} is too short; use at least 2 tokens")

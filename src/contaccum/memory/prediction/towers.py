@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Running:
     checkpointing: bool = False
     weights: torch.dtype = torch.float32
     lora: Lora | None = None
+    quantized: bool = False  # what adapters leave frozen is in 4 bits
 
 
 def record(config: PretrainedConfig, tokens: int, running: Running = Running()) -> Tower:
@@ -85,11 +87,26 @@ def record(config: PretrainedConfig, tokens: int, running: Running = Running()) 
         _on_cpu(encoder)
     passes = {n: record_passes(encoder, n, tokens, mode) for n in BATCHES}
     return Tower(
-        fixed=tuple(t.nbytes for t in [*encoder.parameters(), *encoder.buffers()]),
+        fixed=fixed_bytes(encoder),
         trainable=tuple(p.nbytes for p in encoder.parameters() if p.requires_grad),
         passes=fit(passes, f"{config.model_type} with {tokens} tokens"),
         width=encoder.width,
     )
+
+
+def fixed_bytes(encoder: Encoder) -> tuple[int, ...]:
+    """Of each parameter and buffer. Weights in 4 bits have scales beside them; the largest is there once more, as it is computed with."""
+    packed = {id(linear.weight): linear.weight.nbytes for linear in encoder.quantized}
+    found: list[int] = []
+    for tensor in [*encoder.parameters(), *encoder.buffers()]:
+        found += packed_bytes(tensor.numel()) if id(tensor) in packed else [tensor.nbytes]
+    return (*found, max(packed.values())) if packed else tuple(found)
+
+
+def packed_bytes(numbers: int) -> list[int]:
+    """As bitsandbytes keeps them: two in a byte, a scale of a byte for 64, a float32 for 256 of these, and two tables with an offset."""
+    scales = math.ceil(numbers / 64)
+    return [math.ceil(numbers / 2), scales, 4 * math.ceil(scales / 256), 4 * 16, 4 * 256, 4]
 
 
 def _on_cpu(encoder: nn.Module) -> None:
@@ -142,6 +159,9 @@ class Encoder(nn.Module):
         for name, parameter in self.model.named_parameters():
             if name.startswith("pooler."):
                 parameter.requires_grad_(False)  # as in `dual_encoder`
+        self.quantized = [module for module in self.model.modules() if running.quantized and isinstance(module, nn.Linear)]
+        for linear in self.quantized:  # computed with in half precision, without a cast at every use
+            linear.to(AUTOCAST.get(running.precision, running.weights))
         if running.lora is not None:
             adapt(self.model, running.lora)
         if running.checkpointing:
