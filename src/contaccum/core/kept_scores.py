@@ -25,7 +25,7 @@ from torch import Tensor
 from contaccum.core.infonce import CHUNK_SCORES, score_block
 from contaccum.core.rings import LazyBuffers, Rings
 
-_CHUNK = {"cpu": 4_194_304, "cuda": 16_777_216}  # scores read at a time: few launches on a GPU
+_CHUNK = 4_194_304  # scores read at a time
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class KeptScores(LazyBuffers):
         """(r,) logsumexp of each row over all columns, a bounded number of scores at a time."""
         assert self.scores is not None
         r, m, parts = len(shift.of_rows), len(shift.of_columns), []
-        step = max(1, _CHUNK.get(self.scores.device.type, _CHUNK["cpu"]) // shift.of_columns.numel())
+        step = max(1, _CHUNK // shift.of_columns.numel())
         for start in range(0, r, step):
             rows = slice(start, min(start + step, r))
             scores = self.scores[rows, :m] + shift.of_columns
