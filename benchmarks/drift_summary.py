@@ -54,14 +54,15 @@ def methods(runs: Sequence[Row]) -> list[Row]:
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for run in runs:
         setting = run["setting"]
-        found[(setting["name"], *(setting[name] for name in (*CELL, "lr", "bank")))].append(run)
+        cell = setting["name"], *(setting[name] for name in (*CELL, "lr", "bank"))
+        found[cell].append(run)
     rows = []
-    for (name, similarity, epochs, n, lr, bank), cell in found.items():
-        cell.sort(key=lambda run: run["setting"]["seed"])
-        values = [round(run["MRR"], 2) for run in cell]
+    for (name, similarity, epochs, n, lr, bank), same in found.items():
+        same.sort(key=lambda run: run["setting"]["seed"])
+        values = [round(run["MRR"], 2) for run in same]
         deviation = round(statistics.stdev(values), 2) if len(values) > 1 else None
         spread = {"MRR": values, "mean": round(statistics.fmean(values), 2), "deviation": deviation}
-        seeds = [run["setting"]["seed"] for run in cell]
+        seeds = [run["setting"]["seed"] for run in same]
         rows.append({"method": name, "similarity": similarity, "epochs": epochs, "n": n, "lr": lr, "bank": bank, "seeds": seeds, **spread})
     return sorted(rows, key=lambda row: (row["similarity"], row["epochs"], -row["mean"]))
 
