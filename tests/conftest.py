@@ -28,6 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none here"))
 
 
+def needs_adapters() -> None:
+    """Skips where transformers cannot read what is saved of them."""
+    import transformers
+    from packaging.version import Version
+
+    from contaccum.towers.lora import READS_ADAPTERS
+
+    if Version(transformers.__version__) < Version(READS_ADAPTERS):
+        pytest.skip(f"adapters need transformers {READS_ADAPTERS}")
+
+
 @pytest.fixture(autouse=True)
 def memory_of_earlier_tests(request: pytest.FixtureRequest) -> None:
     """Given back on a GPU: tests there limit and measure memory, and what trainers and recorded layers hold refers to itself."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer, BertForMaskedLM
 
-from conftest import assert_close, rows, tiny_config
+from conftest import assert_close, needs_adapters, rows, tiny_config
 from contaccum import CachedContAccumLoss, ContAccumLoss, dual_encoder
 from contaccum.adapters.text_keys import token_keys
 from reference import ReferenceInfoNCE
@@ -154,6 +154,8 @@ def test_a_training_equals_the_reference_by_hand_and_resumes(
     options = dict(COMBINATIONS[name])
     guided, widths = options.pop("guided", False), options.pop("matryoshka", None)
     lora = options.pop("lora", False)
+    if lora:
+        needs_adapters()
     build = partial(with_adapters, tmp_path / "base", tokenizer_folder) if lora else partial(tiny_encoder, dropout=0.0)
     further = options.pop("arguments", {})
     guide = tiny_encoder(seed=7, tied=True, dropout=0.0) if guided else None

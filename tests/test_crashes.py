@@ -20,7 +20,7 @@ import torch
 import typer
 import yaml
 
-from conftest import rows, write_beir
+from conftest import needs_adapters, rows, write_beir
 from contaccum.adapters.checkpoint_folders import damage, is_complete
 from contaccum.adapters.trainer import ContAccumTrainer
 from contaccum.cli import app, main
@@ -197,6 +197,8 @@ def test_a_run_is_resumed_wherever_it_was_killed(run, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["one tower", "two towers", "adapters"])
 def test_a_checkpoint_without_one_of_its_files_is_passed_over(kind: str, jsonl, model_folder, tmp_path) -> None:
+    if kind == "adapters":
+        needs_adapters()
     chosen = {"one tower": {"tied": True}, "two towers": {"tied": False}, "adapters": {"tied": True, "lora_rank": 2}}[kind]
     arguments = options(jsonl(32), model_folder, tmp_path / "run", **chosen, epochs=1, save_every=2, checkpoints_at_end=True)
     train(TrainConfig(**arguments))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 
 from conftest import assert_close
 from contaccum.methods.table import METHODS
@@ -65,6 +66,7 @@ def test_the_gradients_moved_something(outputs) -> None:
             assert a == b or not torch.allclose(weights[a][name], weights[b][name], atol=1e-6), (a, b)
 
 
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.7"), reason="PyTorch 2.6 cannot load what several processes on CPUs save")
 def test_a_process_that_dies_leaves_a_resumable_run(jsonl, model_folder, tmp_path) -> None:
     arguments = options(jsonl(64, negatives=1), model_folder, tmp_path / "run", n_local=2, epochs=40, save_every=4, keep_checkpoints=1)
     launch = [*TORCHRUN, *command(arguments)[1:]]

@@ -37,6 +37,7 @@ def training_arguments(
         num_train_epochs=config.epochs,
         max_steps=config.max_updates or -1,
         learning_rate=config.lr,
+        optim="adamw_torch_fused",  # transformers' default from PyTorch 2.8 on
         lr_scheduler_type="linear",
         warmup_steps=warm_up(config, batches, processes, rows),
         weight_decay=config.weight_decay,
