@@ -13,18 +13,9 @@ nobody has taken. A result that is in the output already is not computed again.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
-import os
-import shutil
-import subprocess
-import sys
 import time
-import traceback
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contaccum.common.provenance import provenance
+import shared_grid
 from fast_path import Bank, Setting
 
 CLIP, EPS = 2.0, 1e-8
@@ -172,7 +163,7 @@ def _encode(tower: nn.Module, ids: Tensor, setting: Setting) -> Tensor:
     return F.normalize(vectors, dim=1) if setting.similarity == "cosine" else vectors
 
 
-def write_tokens(data: str, model: str, output: str, collection: str | None, lengths: Sequence[int]) -> None:
+def write_tokens(data: str, model: str, output: Path, collection: str | None, lengths: Sequence[int]) -> None:
     """A BEIR folder with splits train, dev and test, or a prepared one with its collection, as the arrays that `Tokens` reads."""
     from transformers import AutoTokenizer
 
@@ -228,65 +219,6 @@ def _prepared(data: str, collection: str) -> tuple[list[str], list[str], Splits]
     return queries, passages, splits
 
 
-def work(tokens: str, model: str, grid: str, output: str, until: float, compiled: bool) -> None:
-    """Take settings that nobody has taken until there are none."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.backends.cuda.matmul.allow_tf32 = True
-    loaded = Tokens(tokens, device)
-    finished = computed(Path(output))
-    for line in Path(grid).read_text().splitlines():
-        setting = Setting(**json.loads(line))
-        if setting in finished or time.time() > until or not _claim(Path(f"{output}.claims"), setting):
-            continue
-        started = time.perf_counter()
-        try:
-            found = train(setting, loaded, model, device, compiled)
-        except Exception:
-            found = {"error": traceback.format_exc()}
-        with open(output, "a", encoding="utf-8") as results:
-            result = {"setting": asdict(setting), **found, "total_seconds": time.perf_counter() - started}
-            results.write(json.dumps({**result, "provenance": provenance(setting.seed)}) + "\n")
-        end = found.get("error", f"MRR {found.get('MRR', 0):.2f}, {found.get('seconds', 0):.0f} s")
-        print(f"{setting.name}, {setting.similarity}, lr {setting.lr:g}, {setting.epochs:g} epochs, seed {setting.seed}: {end}", flush=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-
-
-def computed(output: Path) -> set[Setting]:
-    """Settings with a result in the output."""
-    lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
-    return {Setting(**found["setting"]) for found in map(json.loads, lines) if "error" not in found}
-
-
-def write_table(files: Sequence[Path], output: Path, commit: str | None = None) -> None:
-    """What the results say, without ranks: a row for each setting with the MRR of its seeds; of a setting what is not the default."""
-    usual = {field.name: field.default for field in fields(Setting) if field.name != "name"}
-    cells: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    runs = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    for run in runs:
-        if "error" not in run:
-            cells[json.dumps({k: v for k, v in run["setting"].items() if k != "seed" and v != usual.get(k)})].append(run)
-    rows = []
-    for cell, same in cells.items():
-        mrr = {run["setting"]["seed"]: round(run["MRR"], 2) for run in same}
-        rows.append({**json.loads(cell), "seeds": sorted(mrr), "MRR": [mrr[seed] for seed in sorted(mrr)]})
-    where = {k: v for k, v in runs[0]["provenance"].items() if k != "seed"}
-    head = {"provenance": where | ({"commit": commit} if commit else {}), "defaults": usual}
-    listed = ",\n".join(f"  {json.dumps(row)}" for row in rows)  # a row a line: a table one can read
-    output.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{listed}\n ]\n}}\n', encoding="utf-8")
-
-
-def _claim(folder: Path, setting: Setting) -> bool:
-    """Whether no other process has taken it."""
-    folder.mkdir(exist_ok=True)
-    name = hashlib.sha256(repr(setting).encode()).hexdigest()[:16]
-    try:
-        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -295,31 +227,32 @@ def main() -> None:
     make.add_argument("--lengths", type=int, nargs=2, default=(32, 128), metavar=("QUERY", "PASSAGE"), help="tokens of a text at most")
     make.add_argument("--collection", help="passages of data that `contaccum prepare` or `mine` wrote")
     run.add_argument("--tokens", required=True)
-    run.add_argument("--grid", required=True)
-    run.add_argument("--processes", type=int, default=1)
+    shared_grid.add_options(run)
     run.add_argument("--compile", action="store_true", help="towers by torch.compile: half a minute first, then faster")
-    run.add_argument("--seconds", type=float, default=math.inf, help="begin no training after so many")
-    run.add_argument("--until", type=float, help=argparse.SUPPRESS)
     table.add_argument("results", type=Path, nargs="+")
     table.add_argument("--json", type=Path, required=True)
     table.add_argument("--commit", help="which drift.py and package the runs were of, where they could not tell")
     for command in (make, run):
         command.add_argument("--model", required=True)
-        command.add_argument("--output", required=True)
+        command.add_argument("--output", type=Path, required=True)
     a = parser.parse_args()
     if a.command == "tokens":
         write_tokens(a.data, a.model, a.output, a.collection, a.lengths)
         return
     if a.command == "table":
-        write_table(a.results, a.json, a.commit)
+        told = {"provenance": {"commit": a.commit}} if a.commit else {}
+        shared_grid.write_table(
+            shared_grid.runs_of(a.results), Setting, lambda same: {"MRR": [round(run["MRR"], 2) for run in same]}, told, a.json
+        )
         return
-    if a.until is None:  # not one of the processes that share a grid: claims that lie there are of a run that ended
-        shutil.rmtree(f"{a.output}.claims", ignore_errors=True)
-    until = a.until or time.time() + a.seconds
-    others = [subprocess.Popen([sys.executable, *sys.argv, "--processes", "1", "--until", str(until)]) for _ in range(a.processes - 1)]
-    work(a.tokens, a.model, a.grid, a.output, until, a.compile)
-    for other in others:
-        other.wait()
+    shared_grid.compute(a, Setting, lambda: loaded(a), lambda found: f"MRR {found['MRR']:.2f}, {found['seconds']:.0f} s")
+
+
+def loaded(a: argparse.Namespace) -> shared_grid.Train:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.backends.cuda.matmul.allow_tf32 = True
+    tokens = Tokens(a.tokens, device)
+    return lambda setting: train(setting, tokens, a.model, device, a.compile)
 
 
 if __name__ == "__main__":

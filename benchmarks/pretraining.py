@@ -9,8 +9,8 @@ encoded at once, and the micro-losses are taken on slices in order, as weights a
 to 1,024 by fast_path.py, as one CUDA graph, else by `DualBankInfoNCE` itself (`--whole-updates` does the same). A batch too large for that
 is encoded in pieces whose activations are computed again in the backward pass, which is GradCache. One tower, mean pooling, cosine.
 
-A line of the grid is a `Setting`. "best" in place of a seed's number: the rate is chosen on dev queries, among the runs of seed 0 that are
-in the output. Each run is judged zero-shot, fine-tuned on labelled pairs with a batch of 128, and judged again: MRR in percent.
+A line of the grid is a `Setting` (shared_grid.py). Each run is judged zero-shot, fine-tuned on labelled pairs with a batch of 128, and
+judged again: MRR in percent. `seeds results.jsonl` writes the grid of other seeds for the rates that were best on dev queries.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ import argparse
 import copy
 import json
 import math
-import os
-import shutil
-import subprocess
-import sys
 import time
-import traceback
-from collections import defaultdict
-from dataclasses import asdict, dataclass, fields, replace
-from hashlib import sha256
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +32,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fast_path
+import shared_grid
 from contaccum import DualBankInfoNCE
-from contaccum.common.provenance import provenance
 from drift import CLIP, Tower, as_graph, beir, lr_share
 
 SCALE = 20.0
 PIECE = 1024  # samples that are encoded at once
 FAST = 1024  # tuples and samples of an update that fast_path.py is for
 FINE_TUNING: dict[str, Any] = {"lr": 5e-5, "samples": 10_240, "n_total": 128}
+JUDGED = ("zero-shot", "fine-tuned")
 AGES_AT = (0.25, 0.5, 0.75)  # shares of the run after which stored vectors are compared with new ones
 
 
@@ -296,47 +290,10 @@ def judge(trainer: Trainer, texts: Texts) -> dict[str, float]:
     return found
 
 
-def work(a: argparse.Namespace) -> None:
-    """Take settings that nobody has taken until there are none."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    texts = Texts(a.pairs, device)
-    for line in a.grid.read_text().splitlines():
-        setting = Setting(**json.loads(line))
-        if setting in {Setting(**run["setting"]) for run in results(a.output)} or time.time() > a.until or not claim(a.output, line):
-            continue
-        try:
-            found = pretrain(setting, texts, a.model, device)
-        except Exception:
-            found = {"error": traceback.format_exc()}
-        with open(a.output, "a", encoding="utf-8") as out:
-            out.write(json.dumps({"setting": asdict(setting), **found, "provenance": provenance(setting.seed)}) + "\n")
-        told = (
-            found["error"].splitlines()[-1] if "error" in found else f"{found['zero-shot']['test']:.2f}, {found['fine-tuned']['test']:.2f}"
-        )
-        print(f"{setting}: {told}, {found.get('seconds', 0):.0f} s", flush=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-
-
-def results(output: Path) -> list[dict[str, Any]]:
-    runs = map(json.loads, output.read_text(encoding="utf-8").splitlines() if output.exists() else [])
-    return [run for run in runs if "error" not in run]
-
-
-def claim(output: Path, line: str) -> bool:
-    folder = Path(f"{output}.claims")
-    folder.mkdir(exist_ok=True)
-    try:
-        os.close(os.open(folder / sha256(line.encode()).hexdigest()[:16], os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
-    return True
-
-
 def best(output: Path, seeds: list[int]) -> list[Setting]:
     """The runs of seed 0 whose rate is the best on dev queries before fine-tuning, with other seeds."""
     chosen: dict[Setting, tuple[float, Setting]] = {}
-    for run in results(output):
+    for run in shared_grid.runs_of([output]):
         setting = Setting(**run["setting"])
         if setting.seed == 0:
             cell, score = replace(setting, lr=0.0), run["zero-shot"]["dev"]
@@ -344,42 +301,24 @@ def best(output: Path, seeds: list[int]) -> list[Setting]:
     return [replace(setting, seed=seed) for seed in seeds for _, setting in chosen.values()]
 
 
-def write_table(files: list[Path], output: Path) -> None:
-    """A row for each setting with the figures of its seeds."""
-    usual = {field.name: field.default for field in fields(Setting) if field.name != "name"}
-    cells: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    runs = [run for file in files for run in results(file)]
-    for run in runs:
-        cells[json.dumps({k: v for k, v in run["setting"].items() if k != "seed" and v != usual.get(k)})].append(run)
-    rows = []
-    for cell, same in cells.items():
-        same.sort(key=lambda run: run["setting"]["seed"])
-        judged = {
-            f"{when} {split}": [round(run[when][split], 2) for run in same]
-            for when in ("zero-shot", "fine-tuned")
-            for split in ("dev", "test")
-        }
-        seen = {"seeds": [run["setting"]["seed"] for run in same], **judged, "loss": same[0]["loss"]}
-        rows.append({**json.loads(cell), **seen, **({"cosine_by_age": same[0]["cosine_by_age"]} if same[0]["cosine_by_age"] else {})})
-    head = {"provenance": {k: v for k, v in runs[0]["provenance"].items() if k != "seed"}, "defaults": usual, "fine_tuning": FINE_TUNING}
-    listed = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    output.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{listed}\n ]\n}}\n', encoding="utf-8")
+def summed_up(same: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the table says of one setting's runs; loss and ages are the first's."""
+    judged = {f"{when} {split}": [round(run[when][split], 2) for run in same] for when in JUDGED for split in ("dev", "test")}
+    ages = same[0]["cosine_by_age"]
+    return {**judged, "loss": same[0]["loss"], **({"cosine_by_age": ages} if ages else {})}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    make, run, again, table = (commands.add_parser(name) for name in ("pairs", "run", "seeds", "table"))
+    make, run, seeds, table = (commands.add_parser(name) for name in ("pairs", "run", "seeds", "table"))
     make.add_argument("--collection", required=True, help="BEIR folder with splits train, dev and test")
     make.add_argument("--samples", type=int, default=524_288)
     make.add_argument("--tokens", type=int, default=48, help="of a crop at most")
     run.add_argument("--pairs", type=Path, required=True)
-    run.add_argument("--grid", type=Path, required=True)
-    run.add_argument("--processes", type=int, default=1)
-    run.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so many")
-    run.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    again.add_argument("results", type=Path)
-    again.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    shared_grid.add_options(run)
+    seeds.add_argument("results", type=Path)
+    seeds.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     table.add_argument("results", type=Path, nargs="+")
     table.add_argument("--json", type=Path, required=True)
     for command in (make, run):
@@ -392,17 +331,15 @@ def main() -> None:
         for setting in best(a.results, a.seeds):
             print(json.dumps(asdict(setting)))
     elif a.command == "table":
-        write_table(a.results, a.json)
+        shared_grid.write_table(shared_grid.runs_of(a.results), Setting, summed_up, {"fine_tuning": FINE_TUNING}, a.json)
     else:
-        if a.until is None:  # not one of the processes that share a grid: claims that lie there are of a run that ended
-            shutil.rmtree(f"{a.output}.claims", ignore_errors=True)
-        a.until = a.until or time.time() + a.seconds
-        others = [
-            subprocess.Popen([sys.executable, *sys.argv, "--processes", "1", "--until", str(a.until)]) for _ in range(a.processes - 1)
-        ]
-        work(a)
-        for other in others:
-            other.wait()
+        shared_grid.compute(a, Setting, lambda: loaded(a), lambda found: ", ".join(f"{found[when]['test']:.2f}" for when in JUDGED))
+
+
+def loaded(a: argparse.Namespace) -> shared_grid.Train:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    texts = Texts(a.pairs, device)
+    return lambda setting: pretrain(setting, texts, a.model, device)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ N_TOTAL, UPDATES = 16, 4
 
 @pytest.fixture(scope="module")
 def pretraining() -> ModuleType:
-    for name in ("fast_path", "drift"):
+    for name in ("shared_grid", "fast_path", "drift"):
         sys.modules.setdefault(name, load_benchmark(name))
     return load_benchmark("pretraining")
 
