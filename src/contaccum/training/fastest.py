@@ -3,7 +3,7 @@
 1. Options that change how an update is computed, or where its samples are cut, and not what is trained on: precision, n_local, compiled
    or unpadded towers, gradient checkpointing, CUDA graphs, threads and workers. Which of them there are depends on the device (`moves`).
 2. Trials run in processes of their own (`contaccum.training.trial`), on random weights and texts as long as the data's. On a GPU each has
-   the largest n_local that is predicted to fit (`contaccum.memory.plan`), and in the end twice that as long as it fits and is faster.
+   the largest n_local that is predicted to fit (`contaccum.memory.plan`), then twice that as long as it fits and is faster.
 3. One move after the other is tried on top of the fastest so far, and kept where it is faster by more than `NOISE`. After `BUDGET` seconds
    no other is tried, and one that is running is ended. On a GPU the next trial's process loads its libraries meanwhile.
 4. What was found is kept in the user's cache folder, by model, sizes, lengths and device: the next run begins at once.
